@@ -1,0 +1,31 @@
+/* The one struct that crosses from the host to a kernel, after axes are collapsed. The host backend
+   reads the same struct. Valid C and CUDA C: NVRTC has no <stdint.h>. */
+#ifndef NJI_ABI_H
+#define NJI_ABI_H
+
+#define NJI_DIMS 8
+
+/* Strides are in elements, one for each collapsed dim: row dims first, then col dims, outermost
+   first within each. A statistic has stride 0 in the col dims, a parameter in the row dims. */
+typedef struct nji_operand {
+    void *data; /* element (0, 0, ...); null: absent */
+    long long stride[NJI_DIMS];
+} nji_operand;
+
+typedef struct nji_problem {
+    nji_operand x, dy, gamma, beta, mean, rstd, y, dx, dgamma, dbeta;
+    long long extent[NJI_DIMS]; /* of the row dims, then of the col dims */
+    long long rows, cols;       /* products of the two groups */
+    double eps;
+    void *partial; /* workspace: accumulators [parts][2][cols], dgamma before dbeta */
+    int row_dims, col_dims;
+    int parts;
+    int param_dtype, stat_dtype; /* nj_dtype; kernels built for any type read them here */
+    unsigned grads, accumulate;  /* NJ_GRAD_* */
+    int reserved;
+} nji_problem;
+
+/* Both compilers must lay it out alike; each asserts this size. */
+#define NJI_PROBLEM_BYTES 848
+
+#endif
