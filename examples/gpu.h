@@ -2,9 +2,10 @@
    and events over the driver API, opened at run time, so that nothing of CUDA is needed to build.
    Linux; link with -ldl where libc has no dlopen of its own.
 
-   Functions that return int give 1 on success and 0 on failure, those that return a pointer give NULL
-   on failure; g->error then holds the text. Everything runs in order on g->stream: a copy is enqueued
-   there and waited for. A gpu belongs to one thread at a time; gpu_make_current readies another. */
+   Functions that return int give 1 on success and 0 on failure, those that return a pointer give
+   NULL on failure; g->error then holds the text. Everything runs in order on g->stream: a copy is
+   enqueued there and waited for. A gpu belongs to one thread at a time; gpu_make_current readies
+   another. */
 #ifndef EXAMPLES_GPU_H
 #define EXAMPLES_GPU_H
 
@@ -14,8 +15,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* The driver's types are an enum (CUresult), an int (CUdevice), an address (CUdeviceptr) and pointers
-   to structs that nobody looks into. */
+/* The driver's types are an enum (CUresult), an int (CUdevice), an address (CUdeviceptr) and
+   pointers to structs that nobody looks into. */
 typedef struct gpu_api {
     int (*init)(unsigned flags);
     int (*get_error_string)(int result, const char **text);
