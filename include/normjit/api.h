@@ -10,8 +10,10 @@
 
 #define NJ_MAX_RANK 8
 
-/* NJ_STATIC: keep every function private to the one file that implements the library. */
-#ifdef NJ_STATIC
+/* NJ_STATIC, defined beside NORMJIT_IMPLEMENTATION: every function is private to that file. */
+#if defined(NJ_STATIC) && (defined(__GNUC__) || defined(__clang__))
+#define NJ_API static __attribute__((unused))
+#elif defined(NJ_STATIC)
 #define NJ_API static
 #elif defined(__cplusplus)
 #define NJ_API extern "C"

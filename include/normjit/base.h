@@ -1,4 +1,5 @@
 /* Configuration, error text, checked arithmetic, hashing, locks. */
+#include <float.h>
 #include <limits.h>
 #include <math.h>
 #include <stdarg.h>
@@ -26,9 +27,9 @@
 /* ---- compilers ------------------------------------------------------------------------------ */
 
 #if defined(__GNUC__) || defined(__clang__)
-#define NJI_PRINTF(format, first) __attribute__((format(printf, format, first)))
+#define NJI_PRINTF(text, first) __attribute__((format(printf, text, first)))
 #else
-#define NJI_PRINTF(format, first)
+#define NJI_PRINTF(text, first)
 #endif
 
 #if defined(__cplusplus)

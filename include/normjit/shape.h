@@ -1,0 +1,401 @@
+/* Axes and strides: validity, reach, overlap, collapse, layout. */
+
+/* ---- descriptor ----------------------------------------------------------------------------- */
+
+static int nji_is_normalized(const nj_desc *desc, int axis) {
+    return (int)(desc->norm_axes >> axis & 1u);
+}
+
+/* Checks rank, shape and axes; rows and cols are the products of the two groups of extents. */
+static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *cols, const char *call) {
+    int64_t all = 1; /* product of the extents that are not 0: every partial product must fit, too */
+    int axis;
+    if (!desc) return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
+    if (desc->rank < 1 || desc->rank > NJ_MAX_RANK) {
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.rank = %d: a rank is 1 to %d", call,
+                        (int)desc->rank, NJ_MAX_RANK);
+    }
+    if (desc->norm_axes == 0) {
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.norm_axes = 0: at least one axis must be normalized", call);
+    }
+    if (desc->norm_axes >> desc->rank != 0) {
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.norm_axes = 0x%x: rank %d has axes 0 to %d only",
+                        call, (unsigned)desc->norm_axes, (int)desc->rank, (int)desc->rank - 1);
+    }
+    *rows = *cols = 1;
+    for (axis = 0; axis < desc->rank; axis++) {
+        int64_t extent = desc->shape[axis];
+        int64_t *product = nji_is_normalized(desc, axis) ? cols : rows;
+        if (extent < 0) {
+            return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.shape[%d] = %lld: an extent is 0 or more",
+                            call, axis, (long long)extent);
+        }
+        if (extent != 0 && !nji_mul_i64(all, extent, &all)) {
+            return nji_fail(NJ_INVALID_ARGUMENT,
+                            "%s: desc.shape[%d] = %lld: the product of the extents overflows int64",
+                            call, axis, (long long)extent);
+        }
+        *product *= extent;
+    }
+    if (all > INT64_MAX / 8) {
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.shape: %lld elements: their bytes would overflow int64", call,
+                        (long long)all);
+    }
+    return NJ_OK;
+}
+
+/* ---- views ---------------------------------------------------------------------------------- */
+
+typedef enum nji_kind { NJI_FULL, NJI_STAT, NJI_PARAM } nji_kind;
+
+/* One operand of a run, whichever tensor type it came in. */
+typedef struct nji_view {
+    const char *name; /* field of nj_args */
+    void *data;
+    const int64_t *shape, *stride;
+    int64_t offset, count;
+    int64_t low, high; /* lowest and highest element that the strides reach, from data */
+    int32_t rank;
+    int32_t size; /* bytes of an element */
+    nji_kind kind;
+    int writable;
+    int empty;       /* no elements */
+    nj_dtype dtype;
+    size_t slot;     /* where its nji_operand lies in nji_problem */
+} nji_view;
+
+/* Extents that the descriptor gives to an operand of a kind. */
+static void nji_expected_shape(const nj_desc *desc, nji_kind kind, int32_t *rank,
+                               int64_t shape[NJ_MAX_RANK]) {
+    int axis;
+    int32_t n = 0;
+    for (axis = 0; axis < desc->rank; axis++) {
+        int normalized = nji_is_normalized(desc, axis);
+        if (kind == NJI_PARAM && !normalized) continue;
+        shape[n++] = kind == NJI_STAT && normalized ? 1 : desc->shape[axis];
+    }
+    *rank = n;
+}
+
+static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const char *call) {
+    int64_t expected[NJ_MAX_RANK];
+    int32_t rank, axis;
+    nji_expected_shape(desc, view->kind, &rank, expected);
+    if (view->rank != rank) {
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d", call,
+                        view->name, (int)view->rank, (int)rank);
+    }
+    view->empty = 0;
+    for (axis = 0; axis < rank; axis++) {
+        if (view->shape[axis] != expected[axis]) {
+            return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.shape[%d] = %lld: the plan wants %lld",
+                            call, view->name, (int)axis, (long long)view->shape[axis],
+                            (long long)expected[axis]);
+        }
+        if (expected[axis] == 0) view->empty = 1;
+    }
+    return NJ_OK;
+}
+
+/* Sets low and high; outputs must walk forward. */
+static nj_status nji_check_view_reach(nji_view *view, const char *call) {
+    int64_t low = view->offset, high = view->offset, bytes;
+    int axis;
+    for (axis = 0; axis < view->rank; axis++) {
+        int64_t stride = view->stride[axis], span;
+        if (view->shape[axis] == 1) continue;
+        if (view->writable && stride <= 0) {
+            return nji_fail(NJ_INVALID_ARGUMENT,
+                            "%s: args.%s.stride[%d] = %lld: an output's stride must be positive", call,
+                            view->name, axis, (long long)stride);
+        }
+        if (!nji_mul_i64(view->shape[axis] - 1, stride, &span) ||
+            !nji_add_i64(span < 0 ? low : high, span, span < 0 ? &low : &high)) {
+            return nji_fail(NJ_INVALID_ARGUMENT,
+                            "%s: args.%s.stride[%d] = %lld: the reach of the strides overflows int64",
+                            call, view->name, axis, (long long)stride);
+        }
+    }
+    if (low < 0) {
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: args.%s: offset and strides reach element %lld: the buffer starts at 0",
+                        call, view->name, (long long)low);
+    }
+    if (!nji_mul_i64(high, view->size, &bytes)) {
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s: element %lld: its address overflows", call,
+                        view->name, (long long)high);
+    }
+    if (view->count != 0 && high >= view->count) {
+        return nji_fail_sized(NJ_BUFFER_TOO_SMALL, (uint64_t)high + 1, (uint64_t)view->count,
+                              "%s: args.%s.count = %lld: offset and strides need %lld elements", call,
+                              view->name, (long long)view->count, (long long)high + 1);
+    }
+    view->low = low;
+    view->high = high;
+    return NJ_OK;
+}
+
+/* Axes taken by growing stride must each step past everything the smaller ones reach. */
+static nj_status nji_check_output_is_injective(const nji_view *view, const char *call) {
+    int64_t reach = 0;
+    unsigned done = 0;
+    for (;;) {
+        int axis, best = -1;
+        for (axis = 0; axis < view->rank; axis++) {
+            if (view->shape[axis] == 1 || done >> axis & 1u) continue;
+            if (best < 0 || view->stride[axis] < view->stride[best]) best = axis;
+        }
+        if (best < 0) return NJ_OK;
+        if (view->stride[best] <= reach) {
+            return nji_fail(NJ_INVALID_ARGUMENT,
+                            "%s: args.%s.stride[%d] = %lld: the smaller strides reach %lld elements: an "
+                            "output must not overlap itself",
+                            call, view->name, best, (long long)view->stride[best],
+                            (long long)reach + 1);
+        }
+        reach += (view->shape[best] - 1) * view->stride[best];
+        done |= 1u << best;
+    }
+}
+
+/* Everything about one operand that does not involve another. */
+static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char *call) {
+    nj_status status = nji_check_view_shape(desc, view, call);
+    if (status != NJ_OK) return status;
+    if (view->count < 0) {
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.count = %lld: a count is 0 (not known) or more",
+                        call, view->name, (long long)view->count);
+    }
+    if (view->offset < 0) {
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.offset = %lld: an offset is 0 or more", call,
+                        view->name, (long long)view->offset);
+    }
+    if (view->empty) return NJ_OK;
+    if (!view->data) {
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.data = NULL: this plan needs the operand", call,
+                        view->name);
+    }
+    if ((uintptr_t)view->data % (uintptr_t)view->size != 0) {
+        return nji_fail(NJ_MISALIGNED_OPERAND,
+                        "%s: args.%s.data = %p: must be a multiple of the element size %d", call,
+                        view->name, view->data, (int)view->size);
+    }
+    status = nji_check_view_reach(view, call);
+    if (status != NJ_OK) return status;
+    return view->writable ? nji_check_output_is_injective(view, call) : NJ_OK;
+}
+
+/* ---- overlap -------------------------------------------------------------------------------- */
+
+/* Terms c*z with 0 <= z <= bound; coefficients distinct, descending. */
+typedef struct nji_terms {
+    int64_t coefficient[2 * NJ_MAX_RANK + 2], bound[2 * NJ_MAX_RANK + 2];
+    int count;
+} nji_terms;
+
+static void nji_add_term(nji_terms *terms, int64_t coefficient, int64_t bound) {
+    int i, at = 0;
+    if (coefficient == 0 || bound == 0) return;
+    while (at < terms->count && terms->coefficient[at] > coefficient) at++;
+    if (at < terms->count && terms->coefficient[at] == coefficient) {
+        terms->bound[at] += bound;
+        return;
+    }
+    for (i = terms->count; i > at; i--) {
+        terms->coefficient[i] = terms->coefficient[i - 1];
+        terms->bound[i] = terms->bound[i - 1];
+    }
+    terms->coefficient[at] = coefficient;
+    terms->bound[at] = bound;
+    terms->count++;
+}
+
+/* Whether the terms from `first` on can sum to target. 0 no, 1 yes; gives up (0) when the budget of
+   steps is spent: an overlap must be proven. */
+static int nji_can_sum(const nji_terms *terms, int first, int64_t target, int *budget) {
+    int64_t rest = 0, coefficient, from, to, z;
+    int i;
+    if (target < 0) return 0;
+    if (first == terms->count) return target == 0;
+    if (--*budget < 0) return 0;
+    coefficient = terms->coefficient[first];
+    for (i = first + 1; i < terms->count; i++) rest += terms->coefficient[i] * terms->bound[i];
+    from = target > rest ? nji_ceil_div(target - rest, coefficient) : 0;
+    to = nji_min_i64(target / coefficient, terms->bound[first]);
+    for (z = from; z <= to && *budget >= 0; z++) {
+        if (nji_can_sum(terms, first + 1, target - z * coefficient, budget)) return 1;
+    }
+    return 0;
+}
+
+static uintptr_t nji_first_byte(const nji_view *view) {
+    return (uintptr_t)view->data + (uintptr_t)view->low * (uintptr_t)view->size;
+}
+
+static uintptr_t nji_last_byte(const nji_view *view) {
+    return (uintptr_t)view->data + (uintptr_t)view->high * (uintptr_t)view->size +
+           (uintptr_t)view->size - 1;
+}
+
+static void nji_add_view_terms(nji_terms *terms, const nji_view *view) {
+    int axis;
+    for (axis = 0; axis < view->rank; axis++) {
+        int64_t stride = view->stride[axis];
+        if (view->shape[axis] == 1) continue; /* whose stride may be anything */
+        nji_add_term(terms, (stride < 0 ? -stride : stride) * view->size, view->shape[axis] - 1);
+    }
+    nji_add_term(terms, 1, view->size - 1);
+}
+
+/* 1 when some byte is proven to belong to both. The addresses of a meet those of b where
+   a0 + sum(sa*i) = b0 + sum(sb*j); counting b's indices from its far end makes every term positive,
+   and whether they can sum to the distance is a small bounded search. */
+static int nji_views_overlap(const nji_view *a, const nji_view *b) {
+    nji_terms terms;
+    int budget = 4096;
+    if (nji_last_byte(a) < nji_first_byte(b) || nji_last_byte(b) < nji_first_byte(a)) return 0;
+    terms.count = 0;
+    nji_add_view_terms(&terms, a);
+    nji_add_view_terms(&terms, b);
+    return nji_can_sum(&terms, 0, (int64_t)(nji_last_byte(b) - nji_first_byte(a)), &budget);
+}
+
+/* The same elements in the same order. */
+static int nji_views_equal(const nji_view *a, const nji_view *b) {
+    int axis;
+    if (a->kind != b->kind || a->dtype != b->dtype || a->data != b->data || a->offset != b->offset) {
+        return 0;
+    }
+    for (axis = 0; axis < a->rank; axis++) {
+        if (a->shape[axis] != 1 && a->stride[axis] != b->stride[axis]) return 0;
+    }
+    return 1;
+}
+
+/* Outputs may not meet any other operand, but for an input of x's shape that they replace. */
+static nj_status nji_check_overlaps(const nji_view *views, int count, const char *call) {
+    int i, j;
+    for (i = 0; i < count; i++) {
+        const nji_view *out = &views[i];
+        if (!out->writable || out->empty) continue;
+        for (j = 0; j < count; j++) {
+            const nji_view *other = &views[j];
+            if (j == i || other->empty || (other->writable && j < i)) continue;
+            if (!other->writable && out->kind == NJI_FULL && nji_views_equal(out, other)) continue;
+            if (!nji_views_overlap(out, other)) continue;
+            return nji_fail(NJ_INVALID_ARGUMENT,
+                            "%s: args.%s overlaps args.%s: an output must be apart from every other "
+                            "operand, or the same view as an input of x's shape",
+                            call, out->name, other->name);
+        }
+    }
+    return NJ_OK;
+}
+
+/* ---- collapse ------------------------------------------------------------------------------- */
+
+/* An axis of the problem with the stride of each view. */
+typedef struct nji_axis {
+    int64_t extent;
+    int64_t stride[10];
+} nji_axis;
+
+/* Gathers the axes of one group whose extent is not 1. */
+static int nji_gather_axes(const nj_desc *desc, const nji_view *views, int count, int normalized,
+                           nji_axis axes[NJ_MAX_RANK]) {
+    int axis, n = 0, param_axis = 0, i;
+    for (axis = 0; axis < desc->rank; axis++) {
+        int is_col = nji_is_normalized(desc, axis);
+        if (is_col == normalized && desc->shape[axis] != 1) {
+            axes[n].extent = desc->shape[axis];
+            for (i = 0; i < count; i++) {
+                switch (views[i].kind) {
+                case NJI_FULL: axes[n].stride[i] = views[i].stride[axis]; break;
+                case NJI_STAT: axes[n].stride[i] = is_col ? 0 : views[i].stride[axis]; break;
+                case NJI_PARAM: axes[n].stride[i] = is_col ? views[i].stride[param_axis] : 0; break;
+                }
+            }
+            n++;
+        }
+        param_axis += is_col;
+    }
+    return n;
+}
+
+/* Orders axes by the guide's falling stride and joins neighbours that every view walks as one. The
+   order within a group is free: rows are independent, and columns meet their gamma by stride. */
+static int nji_merge_axes(nji_axis *axes, int n, int count, int guide) {
+    int i, j, k, merged = 0;
+    for (i = 1; i < n; i++) {
+        nji_axis moving = axes[i];
+        for (j = i; j > 0 && axes[j - 1].stride[guide] < moving.stride[guide]; j--) {
+            axes[j] = axes[j - 1];
+        }
+        axes[j] = moving;
+    }
+    for (i = 0; i < n; i++) {
+        int joins = merged > 0;
+        for (k = 0; joins && k < count; k++) {
+            joins = axes[merged - 1].stride[k] == axes[i].stride[k] * axes[i].extent;
+        }
+        if (joins) {
+            int64_t outer = axes[merged - 1].extent;
+            axes[merged - 1] = axes[i];
+            axes[merged - 1].extent *= outer;
+        } else {
+            axes[merged++] = axes[i];
+        }
+    }
+    return merged;
+}
+
+/* Fills extents, dims and operands of the problem from checked views. views[guide] is the tensor of
+   x's shape whose memory order matters most: the output. */
+static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, int guide,
+                         nji_problem *problem) {
+    nji_axis axes[2 * NJ_MAX_RANK];
+    int row_dims, col_dims, i, d;
+    row_dims = nji_merge_axes(axes, nji_gather_axes(desc, views, count, 0, axes), count, guide);
+    col_dims = nji_gather_axes(desc, views, count, 1, axes + row_dims);
+    col_dims = nji_merge_axes(axes + row_dims, col_dims, count, guide);
+    problem->row_dims = row_dims;
+    problem->col_dims = col_dims;
+    for (d = 0; d < row_dims + col_dims; d++) problem->extent[d] = axes[d].extent;
+    for (i = 0; i < count; i++) {
+        nji_operand *operand = (nji_operand *)(void *)((char *)problem + views[i].slot);
+        operand->data = (char *)views[i].data + views[i].offset * views[i].size;
+        for (d = 0; d < row_dims + col_dims; d++) operand->stride[d] = axes[d].stride[i];
+    }
+}
+
+/* ---- layout --------------------------------------------------------------------------------- */
+
+/* Stride between an operand's neighbouring columns when one number says it. */
+static int nji_has_unit_columns(const nji_problem *problem, const nji_operand *operand) {
+    if (!operand->data || problem->col_dims == 0) return 1;
+    return problem->col_dims == 1 && operand->stride[problem->row_dims] == 1;
+}
+
+static int nji_has_packed_rows(const nji_problem *problem, const nji_operand *operand) {
+    if (!operand->data || problem->row_dims == 0) return 1;
+    return problem->row_dims == 1 && operand->stride[0] == problem->cols;
+}
+
+static nj_layout nji_layout_of(const nji_problem *p) {
+    if (nji_has_unit_columns(p, &p->x) && nji_has_unit_columns(p, &p->dy) &&
+        nji_has_unit_columns(p, &p->y) && nji_has_unit_columns(p, &p->dx) &&
+        nji_has_unit_columns(p, &p->gamma) && nji_has_unit_columns(p, &p->beta) &&
+        nji_has_unit_columns(p, &p->dgamma) && nji_has_unit_columns(p, &p->dbeta)) {
+        return nji_has_packed_rows(p, &p->x) && nji_has_packed_rows(p, &p->dy) &&
+                       nji_has_packed_rows(p, &p->y) && nji_has_packed_rows(p, &p->dx)
+                   ? NJ_LAYOUT_PACKED
+                   : NJ_LAYOUT_PADDED_ROWS;
+    }
+    {
+        const nji_operand *walked = p->y.data ? &p->y : &p->dy; /* one of them is always there */
+        return p->row_dims > 0 && walked->stride[p->row_dims - 1] == 1 ? NJ_LAYOUT_CHANNELS_FIRST
+                                                                       : NJ_LAYOUT_STRIDED;
+    }
+}
