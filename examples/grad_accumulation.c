@@ -15,6 +15,11 @@ static void check(nj_status status) {
     exit(1);
 }
 
+/* NaN when either is: fmax would drop it. */
+static double larger(double a, double b) {
+    return a > b || isnan(a) ? a : b;
+}
+
 static void run(const nj_plan *plan, const nj_args *args) {
     const size_t size = nj_plan_workspace_size(plan);
     void *workspace = malloc(size + 1); /* + 1: malloc(0) may give NULL */
@@ -89,12 +94,12 @@ int main(void) {
         run(accumulate, &micro);
     }
 
-    /* The two sums differ by the order of ROWS terms below 4 in size: each order errs by at most
-       ROWS roundings of a partial sum below 4 * ROWS. */
-    tolerance = 2.0 * ROWS * FLT_EPSILON * 4.0 * ROWS;
+    /* The two sums differ by the order of ROWS random terms below 2 in size: partial sums up to
+       2 sqrt(ROWS), and sqrt(ROWS) roundings of those in either order. */
+    tolerance = 2.0 * 2.0 * ROWS * FLT_EPSILON;
     for (i = 0; i < COLS; i++) {
-        worst = fmax(worst, fabs((double)dgamma[i] - (double)whole_dgamma[i]));
-        worst = fmax(worst, fabs((double)dbeta[i] - (double)whole_dbeta[i]));
+        worst = larger(worst, fabs((double)dgamma[i] - (double)whole_dgamma[i]));
+        worst = larger(worst, fabs((double)dbeta[i] - (double)whole_dbeta[i]));
     }
     printf("dgamma %.5f %.5f ...  whole batch %.5f %.5f ...\n", dgamma[0], dgamma[1],
            whole_dgamma[0], whole_dgamma[1]);
