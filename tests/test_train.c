@@ -178,8 +178,8 @@ static void matmul_add_agrees_with_the_plain_sum_at_sizes_off_the_tiles(void **s
 /* ---- training -------------------------------------------------------------------------------- */
 
 static const char tiny_text[] =
-    "she sells sea shells by the sea shore; the shells she sells are sea shells for sure. so if she "
-    "sells shells on the sea shore, then the shells are sea shore shells.\n";
+    "she sells sea shells by the sea shore; the shells she sells are sea shells for sure. so if "
+    "she sells shells on the sea shore, then the shells are sea shore shells.\n";
 
 static void the_loss_falls_from_that_of_guessing_to_almost_nothing_on_a_tiny_text(void **state) {
     char path[32];
