@@ -114,8 +114,8 @@ static inline int gpu_load(gpu *g, void *library) {
            gpu_symbol(g, library, "cuEventElapsedTime", &a->event_elapsed);
 }
 
-/* Leaves no context current in this thread. Does nothing the second time or after a failed gpu_open.
-   The driver stays loaded: it has threads of its own. */
+/* Leaves no context current in this thread. Does nothing the second time, or after a gpu_open that
+   failed. The driver stays loaded: it has threads of its own. */
 static inline void gpu_close(gpu *g) {
     if (!g->context) return;
     if (g->stream) g->api.stream_destroy(g->stream);
