@@ -284,10 +284,21 @@ static void the_shortest_text_of_one_symbol_trains(void **state) {
 }
 
 static void bad_options_give_exit_2_the_reason_and_the_usage(void **state) {
-    static const char *const lines[] = {
-        "",           "--steps",          "--steps 0",      "--steps 1.5",   "--steps x",
-        "--steps 9e99", "--seconds -1",   "--seconds nan",  "--seed -1",     "--sample 3x",
-        "--backend",  "--backend opencl", "--nonsense 1",   "-",             "one two"};
+    static const char *const lines[] = {"",
+                                        "--steps",
+                                        "--steps 0",
+                                        "--steps 1.5",
+                                        "--steps x",
+                                        "--steps 9e99",
+                                        "--seconds -1",
+                                        "--seconds nan",
+                                        "--seed -1",
+                                        "--sample 3x",
+                                        "--backend",
+                                        "--backend opencl",
+                                        "--nonsense 1",
+                                        "-",
+                                        "one two"};
     size_t i;
     (void)state;
     for (i = 0; i < sizeof lines / sizeof *lines; i++) {
