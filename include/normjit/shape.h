@@ -79,10 +79,16 @@ static void nji_expected_shape(const nj_desc *desc, nji_kind kind, int32_t *rank
     *rank = n;
 }
 
+static nj_status nji_missing_operand(const nji_view *view, const char *call) {
+    return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.data = NULL: this plan needs the operand", call,
+                    view->name);
+}
+
 static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const char *call) {
     int64_t expected[NJ_MAX_RANK];
     int32_t rank, axis;
     nji_expected_shape(desc, view->kind, &rank, expected);
+    if (view->rank == 0 && !view->data) return nji_missing_operand(view, call);
     if (view->rank != rank) {
         return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d", call,
                         view->name, (int)view->rank, (int)rank);
@@ -173,10 +179,7 @@ static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char 
                         view->name, (long long)view->offset);
     }
     if (view->empty) return NJ_OK;
-    if (!view->data) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.data = NULL: this plan needs the operand", call,
-                        view->name);
-    }
+    if (!view->data) return nji_missing_operand(view, call);
     if ((uintptr_t)view->data % (uintptr_t)view->size != 0) {
         return nji_fail(NJ_MISALIGNED_OPERAND,
                         "%s: args.%s.data = %p: must be a multiple of the element size %d", call,
