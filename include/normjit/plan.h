@@ -351,10 +351,8 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size) {
     static const char *const suffix[] = {"/normjit", "/.cache/normjit"};
 #endif
     size_t i;
-    if (!buffer || !size) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: buffer = %p, size = %zu: room is required", call,
-                        (void *)buffer, size);
-    }
+    if (!buffer) return nji_fail(NJ_INVALID_ARGUMENT, "%s: buffer = NULL: nowhere to put it", call);
+    if (!size) return nji_fail(NJ_INVALID_ARGUMENT, "%s: size = 0: no room for the end of text", call);
     buffer[0] = 0;
     for (i = 0; i < sizeof variable / sizeof variable[0]; i++) {
         const char *root = getenv(variable[i]);

@@ -144,7 +144,9 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
     return NJ_OK;
 }
 
-/* Axes taken by growing stride must each step past everything the smaller ones reach. */
+/* Axes taken by growing stride must each step past everything the smaller ones reach. That every
+   output so accepted visits each element once is what matters; an interleaving that would do so in
+   another way is refused with the overlapping ones. */
 static nj_status nji_check_output_is_injective(const nji_view *view, const char *call) {
     int64_t reach = 0;
     unsigned done = 0;
@@ -158,7 +160,7 @@ static nj_status nji_check_output_is_injective(const nji_view *view, const char 
         if (view->stride[best] <= reach) {
             return nji_fail(NJ_INVALID_ARGUMENT,
                             "%s: args.%s.stride[%d] = %lld: the smaller strides reach %lld elements: an "
-                            "output must not overlap itself",
+                            "output's stride must step past them",
                             call, view->name, best, (long long)view->stride[best],
                             (long long)reach + 1);
         }
@@ -376,7 +378,7 @@ static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, 
 
 /* ---- layout --------------------------------------------------------------------------------- */
 
-/* Stride between an operand's neighbouring columns when one number says it. */
+/* An absent operand has any layout, and so has one column. */
 static int nji_has_unit_columns(const nji_problem *problem, const nji_operand *operand) {
     if (!operand->data || problem->col_dims == 0) return 1;
     return problem->col_dims == 1 && operand->stride[problem->row_dims] == 1;
