@@ -308,6 +308,16 @@ typedef struct nji_axis {
     int64_t stride[10];
 } nji_axis;
 
+/* A view's stride along one of x's axes; 0 when it does not vary there. */
+static int64_t nji_stride_along(const nji_view *view, int axis, int param_axis, int is_col) {
+    if (view->empty) return 0; /* its strides are not checked and may be anything */
+    switch (view->kind) {
+    case NJI_STAT: return is_col ? 0 : view->stride[axis];
+    case NJI_PARAM: return is_col ? view->stride[param_axis] : 0;
+    default: return view->stride[axis];
+    }
+}
+
 /* Gathers the axes of one group whose extent is not 1. */
 static int nji_gather_axes(const nj_desc *desc, const nji_view *views, int count, int normalized,
                            nji_axis axes[NJ_MAX_RANK]) {
@@ -317,11 +327,7 @@ static int nji_gather_axes(const nj_desc *desc, const nji_view *views, int count
         if (is_col == normalized && desc->shape[axis] != 1) {
             axes[n].extent = desc->shape[axis];
             for (i = 0; i < count; i++) {
-                switch (views[i].kind) {
-                case NJI_FULL: axes[n].stride[i] = views[i].stride[axis]; break;
-                case NJI_STAT: axes[n].stride[i] = is_col ? 0 : views[i].stride[axis]; break;
-                case NJI_PARAM: axes[n].stride[i] = is_col ? views[i].stride[param_axis] : 0; break;
-                }
+                axes[n].stride[i] = nji_stride_along(&views[i], axis, param_axis, is_col);
             }
             n++;
         }
@@ -357,6 +363,11 @@ static int nji_merge_axes(nji_axis *axes, int n, int count, int guide) {
     return merged;
 }
 
+static void *nji_first_element(const nji_view *view) {
+    if (view->empty || !view->data) return NULL;
+    return (char *)view->data + view->offset * view->size;
+}
+
 /* Fills extents, dims and operands of the problem from checked views. views[guide] is the tensor of
    x's shape whose memory order matters most: the output. */
 static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, int guide,
@@ -371,7 +382,7 @@ static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, 
     for (d = 0; d < row_dims + col_dims; d++) problem->extent[d] = axes[d].extent;
     for (i = 0; i < count; i++) {
         nji_operand *operand = (nji_operand *)(void *)((char *)problem + views[i].slot);
-        operand->data = (char *)views[i].data + views[i].offset * views[i].size;
+        operand->data = nji_first_element(&views[i]);
         for (d = 0; d < row_dims + col_dims; d++) operand->stride[d] = axes[d].stride[i];
     }
 }
