@@ -144,9 +144,8 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
     return NJ_OK;
 }
 
-/* Axes taken by growing stride must each step past everything the smaller ones reach. That every
-   output so accepted visits each element once is what matters; an interleaving that would do so in
-   another way is refused with the overlapping ones. */
+/* Axes taken by growing stride must each step past everything the smaller ones reach: enough for no
+   element to come twice, and more than strictly needed; other interleavings are refused as well. */
 static nj_status nji_check_output_is_injective(const nji_view *view, const char *call) {
     int64_t reach = 0;
     unsigned done = 0;
