@@ -1,5 +1,6 @@
 /* Every refusal of descriptors, preferences, operands and workspace: its code, its whole text, the
-   numbers that go with it, and that nothing is written. The other way round, what must be accepted. */
+   numbers that go with it, and that nothing is written. The other way round, what must be accepted.
+ */
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -10,7 +11,8 @@
 
 #include <stdlib.h>
 
-/* The allocator fails at the call numbered fail_at (1 = the next; 0 = never) and counts what is held. */
+/* The allocator fails at the call numbered fail_at (1 = the next; 0 = never) and counts what is
+ * held. */
 static int fail_at, blocks_held;
 
 static void *counted_malloc(size_t bytes) {
@@ -88,7 +90,8 @@ static int close_host(void **state) {
     return 0;
 }
 
-/* Operands lie in slots of one arena, which is poisoned before each call and compared after a refusal. */
+/* Operands lie in slots of one arena, which is poisoned before each call and compared after a
+ * refusal. */
 #define SLOT_BYTES 1024
 #define SLOTS 12
 #define POISON 0xa5
@@ -111,7 +114,8 @@ static nj_tensor packed_1d(void *data, int64_t cols) {
     return nj_packed(data, 1, &cols);
 }
 
-/* All operands of a rows x cols problem, packed, each in its own slot, where 0 < bytes <= SLOT_BYTES. */
+/* All operands of a rows x cols problem, packed, each in its own slot, where 0 < bytes <=
+ * SLOT_BYTES. */
 static nj_args args_of(int64_t rows, int64_t cols) {
     nj_args args;
     args.x = nj_as_const(packed_2d(slot(0), rows, cols));
@@ -150,7 +154,8 @@ static void assert_failed(nj_status got, nj_status status, const char *text) {
 
 static void assert_arena_is_poisoned(void) {
     size_t i;
-    for (i = 0; i < sizeof arena; i++) assert_int_equal(arena[i], POISON);
+    for (i = 0; i < sizeof arena; i++)
+        assert_int_equal(arena[i], POISON);
 }
 
 static int all_bytes_are_zero(const void *bytes, size_t size) {
@@ -162,10 +167,10 @@ static int all_bytes_are_zero(const void *bytes, size_t size) {
     return 1;
 }
 
-/* can_implement, run and sku refuse the operands alike: same code, same numbers, same text behind the
-   name of the call. Nothing is written; the sku is zeroed. */
-static void refuses_sized(const nj_plan *plan, const nj_args *args, nj_status status, uint64_t needed,
-                          uint64_t got, const char *rule, ...) {
+/* can_implement, run and sku refuse the operands alike: same code, same numbers, same text behind
+   the name of the call. Nothing is written; the sku is zeroed. */
+static void refuses_sized(const nj_plan *plan, const nj_args *args, nj_status status,
+                          uint64_t needed, uint64_t got, const char *rule, ...) {
     char body[512], text[600];
     va_list arguments;
     nj_sku sku;
@@ -177,8 +182,8 @@ static void refuses_sized(const nj_plan *plan, const nj_args *args, nj_status st
     snprintf(text, sizeof text, "nj_plan_can_implement: %s", body);
     assert_failed_sized(nj_plan_can_implement(plan, args), status, needed, got, text);
     snprintf(text, sizeof text, "nj_plan_run: %s", body);
-    assert_failed_sized(nj_plan_run(plan, args, workspace, sizeof workspace, NULL), status, needed, got,
-                        text);
+    assert_failed_sized(nj_plan_run(plan, args, workspace, sizeof workspace, NULL), status, needed,
+                        got, text);
     snprintf(text, sizeof text, "nj_plan_sku: %s", body);
     assert_failed_sized(nj_plan_sku(plan, args, &sku), status, needed, got, text);
     assert_true(all_bytes_are_zero(&sku, sizeof sku));
@@ -234,7 +239,8 @@ static void shape_refused(const nj_desc *desc, const char *rule) {
     assert_failed(nj_desc_param_shape(desc, &rank, shape), NJ_INVALID_ARGUMENT, text);
     assert_int_equal(cols, 77);
     assert_int_equal(rank, 77);
-    for (axis = 0; axis < NJ_MAX_RANK; axis++) assert_int_equal(shape[axis], 77);
+    for (axis = 0; axis < NJ_MAX_RANK; axis++)
+        assert_int_equal(shape[axis], 77);
 }
 
 static void descriptor_is_required(void **state) {
@@ -282,12 +288,14 @@ static void overflowing_shape_is_refused(void **state) {
     desc.shape[1] = (int64_t)1 << 27; /* 2^59 elements of 8 bytes fit, 2^60 do not */
     select_accepts(&desc);
     desc.shape[1] *= 2;
-    shape_refused(&desc, "desc.shape: 1152921504606846976 elements: their bytes would overflow int64");
+    shape_refused(&desc,
+                  "desc.shape: 1152921504606846976 elements: their bytes would overflow int64");
     /* no elements, but code that multiplies from one end would overflow before it meets the 0 */
     desc.rank = 3;
     desc.shape[0] = desc.shape[1] = (int64_t)1 << 40;
     desc.shape[2] = 0;
-    shape_refused(&desc, "desc.shape[1] = 1099511627776: the product of the extents overflows int64");
+    shape_refused(&desc,
+                  "desc.shape[1] = 1099511627776: the product of the extents overflows int64");
 }
 
 static void desc_queries_need_somewhere_to_write(void **state) {
@@ -311,18 +319,22 @@ static void unset_or_unknown_op_is_refused(void **state) {
     nj_desc desc = forward_desc();
     (void)state;
     desc.op = NJ_OP_UNSET;
-    select_refuses(&desc, NJ_INVALID_ARGUMENT, "nj_plan_select: desc.op = 0: must be one of NJ_OP_*");
+    select_refuses(&desc, NJ_INVALID_ARGUMENT,
+                   "nj_plan_select: desc.op = 0: must be one of NJ_OP_*");
     desc.op = (nj_op)5;
-    select_refuses(&desc, NJ_INVALID_ARGUMENT, "nj_plan_select: desc.op = 5: must be one of NJ_OP_*");
+    select_refuses(&desc, NJ_INVALID_ARGUMENT,
+                   "nj_plan_select: desc.op = 5: must be one of NJ_OP_*");
 }
 
 static void rms_norm_is_unsupported(void **state) {
     nj_desc desc = forward_desc();
     (void)state;
     desc.op = NJ_OP_RMS_NORM_FORWARD;
-    select_refuses(&desc, NJ_UNSUPPORTED, "nj_plan_select: desc.op = 3: RMSNorm is not in this version");
+    select_refuses(&desc, NJ_UNSUPPORTED,
+                   "nj_plan_select: desc.op = 3: RMSNorm is not in this version");
     desc.op = NJ_OP_RMS_NORM_BACKWARD;
-    select_refuses(&desc, NJ_UNSUPPORTED, "nj_plan_select: desc.op = 4: RMSNorm is not in this version");
+    select_refuses(&desc, NJ_UNSUPPORTED,
+                   "nj_plan_select: desc.op = 4: RMSNorm is not in this version");
 }
 
 static void unset_or_unknown_types_are_refused(void **state) {
@@ -336,13 +348,15 @@ static void unset_or_unknown_types_are_refused(void **state) {
                    "nj_plan_select: desc.dtype = 5: must be NJ_F16, BF16, F32 or F64");
     desc = forward_desc();
     desc.param_dtype = (nj_dtype)6;
-    select_refuses(&desc, NJ_INVALID_ARGUMENT,
-                   "nj_plan_select: desc.param_dtype = 6: must be NJ_F16, BF16, F32, F64 or 0 (dtype)");
+    select_refuses(
+        &desc, NJ_INVALID_ARGUMENT,
+        "nj_plan_select: desc.param_dtype = 6: must be NJ_F16, BF16, F32, F64 or 0 (dtype)");
     desc = forward_desc();
     desc.stat_dtype = (nj_dtype)7;
-    select_refuses(&desc, NJ_INVALID_ARGUMENT,
-                   "nj_plan_select: desc.stat_dtype = 7: must be NJ_F16, BF16, F32, F64 or 0 (f32; f64 "
-                   "for f64)");
+    select_refuses(
+        &desc, NJ_INVALID_ARGUMENT,
+        "nj_plan_select: desc.stat_dtype = 7: must be NJ_F16, BF16, F32, F64 or 0 (f32; f64 "
+        "for f64)");
 }
 
 /* Of the 4 x 5 x 5 combinations those must be accepted that nj_desc's comment names, no others. */
@@ -353,8 +367,8 @@ static void type_combinations_are_those_documented(void **state) {
         for (param = NJ_DTYPE_UNSET; param <= NJ_F64; param++) {
             for (stat = NJ_DTYPE_UNSET; stat <= NJ_F64; stat++) {
                 int param_is_wide = param == NJ_F64 && dtype != NJ_F64;
-                int stat_is_good = stat == NJ_DTYPE_UNSET || stat == dtype ||
-                                   (stat == NJ_F32 && dtype != NJ_F64);
+                int stat_is_good =
+                    stat == NJ_DTYPE_UNSET || stat == dtype || (stat == NJ_F32 && dtype != NJ_F64);
                 nj_desc desc = forward_desc();
                 char text[160];
                 desc.dtype = (nj_dtype)dtype;
@@ -365,7 +379,8 @@ static void type_combinations_are_those_documented(void **state) {
                                    "nj_plan_select: desc.param_dtype = NJ_F64: needs dtype NJ_F64");
                 } else if (!stat_is_good) {
                     snprintf(text, sizeof text,
-                             "nj_plan_select: desc.stat_dtype = %d: must be dtype (%d), or NJ_F32 with a "
+                             "nj_plan_select: desc.stat_dtype = %d: must be dtype (%d), or NJ_F32 "
+                             "with a "
                              "narrower dtype",
                              stat, dtype);
                     select_refuses(&desc, NJ_UNSUPPORTED, text);
@@ -435,7 +450,8 @@ static void gradients_of_absent_parameters_are_refused(void **state) {
                    "nj_plan_select: desc.grads = 0x7: dgamma needs has_gamma");
     desc.has_gamma = 1;
     desc.has_beta = 0;
-    select_refuses(&desc, NJ_INVALID_PROBLEM, "nj_plan_select: desc.grads = 0x7: dbeta needs has_beta");
+    select_refuses(&desc, NJ_INVALID_PROBLEM,
+                   "nj_plan_select: desc.grads = 0x7: dbeta needs has_beta");
 }
 
 static void accumulating_what_is_not_computed_is_refused(void **state) {
@@ -551,13 +567,13 @@ typedef struct operand {
     int32_t rank;
 } operand;
 
-#define OPERAND(field, rank) \
+#define OPERAND(field, rank)                                                                       \
     { #field, offsetof(nj_args, field), rank }
 
-static const operand forward_operands[] = {OPERAND(y, 2), OPERAND(x, 2), OPERAND(gamma, 1),
+static const operand forward_operands[] = {OPERAND(y, 2),    OPERAND(x, 2),    OPERAND(gamma, 1),
                                            OPERAND(beta, 1), OPERAND(mean, 2), OPERAND(rstd, 2)};
-static const operand backward_operands[] = {OPERAND(dx, 2),   OPERAND(dy, 2),     OPERAND(x, 2),
-                                            OPERAND(mean, 2), OPERAND(rstd, 2),   OPERAND(gamma, 1),
+static const operand backward_operands[] = {OPERAND(dx, 2),     OPERAND(dy, 2),   OPERAND(x, 2),
+                                            OPERAND(mean, 2),   OPERAND(rstd, 2), OPERAND(gamma, 1),
                                             OPERAND(dgamma, 1), OPERAND(dbeta, 1)};
 
 #define COUNT_OF(array) (sizeof(array) / sizeof(array)[0])
@@ -588,7 +604,8 @@ static int is_optional(const nj_plan *plan, const operand *which) {
     return plan == forward_plan && (!strcmp(which->name, "mean") || !strcmp(which->name, "rstd"));
 }
 
-static void check_missing(const nj_plan *plan, nj_args *args, nj_tensor *tensor, const operand *which) {
+static void check_missing(const nj_plan *plan, nj_args *args, nj_tensor *tensor,
+                          const operand *which) {
     tensor->data = NULL;
     if (is_optional(plan, which)) {
         accepts(plan, args);
@@ -610,7 +627,8 @@ static void missing_operand_is_refused(void **state) {
     for_each_operand(check_missing);
 }
 
-static void check_rank(const nj_plan *plan, nj_args *args, nj_tensor *tensor, const operand *which) {
+static void check_rank(const nj_plan *plan, nj_args *args, nj_tensor *tensor,
+                       const operand *which) {
     static const int32_t wrong[] = {-1, 0, 3, 9, INT32_MAX};
     size_t i;
     for (i = 0; i < COUNT_OF(wrong); i++) {
@@ -625,15 +643,17 @@ static void wrong_rank_is_refused(void **state) {
     for_each_operand(check_rank);
 }
 
-static void check_shape(const nj_plan *plan, nj_args *args, nj_tensor *tensor, const operand *which) {
+static void check_shape(const nj_plan *plan, nj_args *args, nj_tensor *tensor,
+                        const operand *which) {
     int axis;
     for (axis = 0; axis < which->rank; axis++) {
         int64_t right = tensor->shape[axis], wrong;
         for (wrong = -1; wrong <= COLS + 1; wrong++) {
             if (wrong == right) continue;
             tensor->shape[axis] = wrong;
-            refuses(plan, args, NJ_INVALID_ARGUMENT, "args.%s.shape[%d] = %lld: the plan wants %lld",
-                    which->name, axis, (long long)wrong, (long long)right);
+            refuses(plan, args, NJ_INVALID_ARGUMENT,
+                    "args.%s.shape[%d] = %lld: the plan wants %lld", which->name, axis,
+                    (long long)wrong, (long long)right);
         }
         tensor->shape[axis] = right;
     }
@@ -651,7 +671,8 @@ static void check_count_and_offset(const nj_plan *plan, nj_args *args, nj_tensor
             which->name);
     tensor->count = 0;
     tensor->offset = -1;
-    refuses(plan, args, NJ_INVALID_ARGUMENT, "args.%s.offset = -1: an offset is 0 or more", which->name);
+    refuses(plan, args, NJ_INVALID_ARGUMENT, "args.%s.offset = -1: an offset is 0 or more",
+            which->name);
 }
 
 static void negative_count_or_offset_is_refused(void **state) {
@@ -667,7 +688,8 @@ static void check_alignment(const nj_plan *plan, nj_args *args, nj_tensor *tenso
         nj_tensor *there = (nj_tensor *)(void *)((char *)&moved + which->at);
         there->data = (char *)tensor->data + shift;
         refuses(plan, &moved, NJ_MISALIGNED_OPERAND,
-                "args.%s.data = %p: must be a multiple of the element size 4", which->name, there->data);
+                "args.%s.data = %p: must be a multiple of the element size 4", which->name,
+                there->data);
     }
     tensor->data = (char *)tensor->data + 4;
     accepts(plan, args);
@@ -811,8 +833,9 @@ static void overflowing_reach_is_refused(void **state) {
             "args.x.stride[0] = 8: the reach of the strides overflows int64");
     args.x.offset = 0;
     args.x.stride[0] = (int64_t)1 << 60;
-    refuses(forward_plan, &args, NJ_INVALID_ARGUMENT,
-            "args.x: offset and strides reach element 3458764513820540935: no address is that high");
+    refuses(
+        forward_plan, &args, NJ_INVALID_ARGUMENT,
+        "args.x: offset and strides reach element 3458764513820540935: no address is that high");
 }
 
 static void axes_of_extent_1_ignore_their_stride(void **state) {
@@ -849,8 +872,8 @@ static void check_output_stride(const nj_plan *plan, nj_args *args, nj_tensor *t
             tensor->stride[axis] = wrong[i];
             if (written) {
                 refuses(plan, args, NJ_INVALID_ARGUMENT,
-                        "args.%s.stride[%d] = %lld: an output's stride must be positive", which->name,
-                        axis, (long long)wrong[i]);
+                        "args.%s.stride[%d] = %lld: an output's stride must be positive",
+                        which->name, axis, (long long)wrong[i]);
             } else {
                 accepts(plan, args);
             }
@@ -868,13 +891,15 @@ static void output_that_overlaps_itself_is_refused(void **state) {
     nj_args args = good_args();
     (void)state;
     args.y.stride[0] = COLS - 1;
-    refuses(forward_plan, &args, NJ_INVALID_ARGUMENT,
-            "args.y.stride[0] = 7: the smaller strides reach 8 elements: an output's stride must step "
-            "past them");
+    refuses(
+        forward_plan, &args, NJ_INVALID_ARGUMENT,
+        "args.y.stride[0] = 7: the smaller strides reach 8 elements: an output's stride must step "
+        "past them");
     args.y.stride[0] = args.y.stride[1] = 1;
-    refuses(forward_plan, &args, NJ_INVALID_ARGUMENT,
-            "args.y.stride[1] = 1: the smaller strides reach 4 elements: an output's stride must step "
-            "past them");
+    refuses(
+        forward_plan, &args, NJ_INVALID_ARGUMENT,
+        "args.y.stride[1] = 1: the smaller strides reach 4 elements: an output's stride must step "
+        "past them");
     args = good_args();
     args.x.stride[0] = COLS - 1; /* an input may */
     accepts(forward_plan, &args);
@@ -887,19 +912,21 @@ static void transposed_output_is_accepted(void **state) {
     args.y.stride[1] = ROWS;
     accepts(forward_plan, &args);
     args.y.stride[1] = ROWS - 1;
-    refuses(forward_plan, &args, NJ_INVALID_ARGUMENT,
-            "args.y.stride[1] = 3: the smaller strides reach 4 elements: an output's stride must step "
-            "past them");
+    refuses(
+        forward_plan, &args, NJ_INVALID_ARGUMENT,
+        "args.y.stride[1] = 3: the smaller strides reach 4 elements: an output's stride must step "
+        "past them");
 }
 
 /* ---- overlap of operands -------------------------------------------------------------------- */
 
 static void refuses_overlap(const nj_plan *plan, const nj_args *args, const char *output,
                             const char *other) {
-    refuses(plan, args, NJ_INVALID_ARGUMENT,
-            "args.%s overlaps args.%s: an output must be apart from every other operand, or the same "
-            "view as an input of x's shape",
-            output, other);
+    refuses(
+        plan, args, NJ_INVALID_ARGUMENT,
+        "args.%s overlaps args.%s: an output must be apart from every other operand, or the same "
+        "view as an input of x's shape",
+        output, other);
 }
 
 static void output_may_be_the_same_view_as_an_input_of_its_shape(void **state) {
@@ -1117,11 +1144,11 @@ static void empty_operands_overlap_nothing(void **state) {
 
 /* ---- workspace ------------------------------------------------------------------------------ */
 
-/* run refuses the workspace, and writes nothing. Copies of a plan stand for one that needs 1024 bytes
-   and for one on the GPU, where a refusal comes before anything that needs a device. */
-static void run_refuses_workspace(const nj_plan *plan, const nj_args *args, void *there, size_t size,
-                                  nj_status status, uint64_t needed, uint64_t got, const char *rule,
-                                  ...) {
+/* run refuses the workspace, and writes nothing. Copies of a plan stand for one that needs 1024
+   bytes and for one on the GPU, where a refusal comes before anything that needs a device. */
+static void run_refuses_workspace(const nj_plan *plan, const nj_args *args, void *there,
+                                  size_t size, nj_status status, uint64_t needed, uint64_t got,
+                                  const char *rule, ...) {
     char body[256], text[300];
     va_list arguments;
     va_start(arguments, rule);
@@ -1145,7 +1172,8 @@ static void workspace_must_be_there_large_enough_and_aligned(void **state) {
     run_refuses_workspace(&plan, &args, workspace, 0, NJ_WORKSPACE_TOO_SMALL, 1024, 0,
                           "workspace_size = 0: the plan needs 1024 bytes");
     run_refuses_workspace(&plan, &args, workspace + 8, 2048, NJ_MISALIGNED_OPERAND, 0, 0,
-                          "workspace = %p: must be a multiple of 16 bytes", (void *)(workspace + 8));
+                          "workspace = %p: must be a multiple of 16 bytes",
+                          (void *)(workspace + 8));
 }
 
 static void workspace_may_not_overlap_an_operand(void **state) {
@@ -1441,8 +1469,8 @@ static void out_of_memory_says_how_much_was_asked_for(void **state) {
     fail_at = 1;
     snprintf(text, sizeof text, "nj_plan_select: %zu bytes of host memory could not be had",
              sizeof(nj_plan));
-    assert_failed_sized(nj_plan_select(&plan, host, &desc, NULL), NJ_OUT_OF_MEMORY, sizeof(nj_plan), 0,
-                        text);
+    assert_failed_sized(nj_plan_select(&plan, host, &desc, NULL), NJ_OUT_OF_MEMORY, sizeof(nj_plan),
+                        0, text);
 }
 
 /* run and the queries take no memory, whatever the operands. */
