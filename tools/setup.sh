@@ -1,3 +1,4 @@
+# shellcheck shell=sh disable=SC2154
 # For demo.sh and test.sh to source, with $root set: installs what the build lacks, builds.
 # On Debian and Ubuntu through apt, as root or with a sudo that asks no password; else it names the
 # command and stops. When nothing is missing it touches neither apt nor the network.
