@@ -1,6 +1,6 @@
 /* Times a norm beside the elementwise kernel that moves the same bytes: for a backward
-   dx[i] = x[i] + dy[i], for a forward y[i] = x[i]. That kernel is the practical roofline: it runs in
-   the same process, on the same buffers, turn by turn with ours. `bench --help` lists the options.
+   dx[i] = x[i] + dy[i], for a forward y[i] = x[i]. That kernel is the practical roofline: it runs
+   in the same process, on the same buffers, turn by turn with ours. `bench --help` lists options.
 
    bytes     the fewest that must move: x, dy and dx (x and y) once; statistics and parameters not
              counted
@@ -29,7 +29,7 @@ static void require(nj_status status) {
     if (status != NJ_OK) die(nj_status_string(status), nj_last_error());
 }
 
-/* ---- what is timed ---------------------------------------------------------------------------- */
+/* ---- what is timed --------------------------------------------------------------------------- */
 
 typedef struct problem {
     nj_op op;
@@ -78,7 +78,7 @@ static nj_desc describe(const problem *p) {
     return desc;
 }
 
-/* ---- where it runs ---------------------------------------------------------------------------- */
+/* ---- where it runs --------------------------------------------------------------------------- */
 
 typedef struct machine {
     int on_gpu;
@@ -89,27 +89,30 @@ typedef struct machine {
     int (*launch)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                   void *stream, void **parameters, void **extra);
+    void *roofline[2][3]; /* elementwise kernels: copy and add, by log2 of the unrolling */
 } machine;
 
 static void machine_require(machine *m, int ok) {
     if (!ok) die("CUDA", m->gpu.error);
 }
 
-static void machine_open(machine *m, nj_backend backend, nj_ctx_desc *desc) {
+static void machine_open(machine *m, nj_backend backend) {
+    nj_ctx_desc how = {0};
+    void *driver;
     memset(m, 0, sizeof *m);
-    if (backend != NJ_BACKEND_HOST) {
-        m->on_gpu = gpu_open(&m->gpu, 0);
-        if (!m->on_gpu && backend == NJ_BACKEND_CUDA) die("CUDA", m->gpu.error);
+    how.backend = backend;
+    m->on_gpu = backend != NJ_BACKEND_HOST && gpu_open(&m->gpu, 0);
+    if (backend == NJ_BACKEND_CUDA) machine_require(m, m->on_gpu);
+    require(nj_ctx_create(&m->ctx, &how));
+    if (nj_ctx_backend(m->ctx) == NJ_BACKEND_HOST) { /* asked for, or no device serves */
+        if (m->on_gpu) gpu_close(&m->gpu);
+        m->on_gpu = 0;
+        return;
     }
-    if (m->on_gpu) {
-        void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-        machine_require(m, gpu_symbol(&m->gpu, driver, "cuModuleLoadData", &m->module_load) &&
-                               gpu_symbol(&m->gpu, driver, "cuModuleGetFunction",
-                                          &m->module_function) &&
-                               gpu_symbol(&m->gpu, driver, "cuLaunchKernel", &m->launch));
-    }
-    desc->backend = m->on_gpu ? NJ_BACKEND_CUDA : NJ_BACKEND_HOST;
-    require(nj_ctx_create(&m->ctx, desc));
+    driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    machine_require(m, gpu_symbol(&m->gpu, driver, "cuModuleLoadData", &m->module_load));
+    machine_require(m, gpu_symbol(&m->gpu, driver, "cuModuleGetFunction", &m->module_function));
+    machine_require(m, gpu_symbol(&m->gpu, driver, "cuLaunchKernel", &m->launch));
 }
 
 static void machine_close(machine *m) {
@@ -139,7 +142,7 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* ---- operands --------------------------------------------------------------------------------- */
+/* ---- operands -------------------------------------------------------------------------------- */
 
 enum { FILL_BYTES = 1 << 20 };
 
@@ -244,7 +247,7 @@ static void run_norm(machine *m, const operands *o, int set) {
     require(nj_plan_run(o->plan, &o->args[set], o->workspace, o->workspace_bytes, m->gpu.stream));
 }
 
-/* ---- the roofline on the host ----------------------------------------------------------------- */
+/* ---- the roofline on the host ---------------------------------------------------------------- */
 
 #ifdef _OPENMP
 #define PARALLEL_SIMD _Pragma("omp parallel for simd schedule(static)")
@@ -276,7 +279,7 @@ static void host_roofline(const problem *p, const operands *o, int set) {
     }
 }
 
-/* ---- the roofline on a GPU -------------------------------------------------------------------- */
+/* ---- the roofline on a GPU ------------------------------------------------------------------- */
 
 /* An elementwise kernel: each thread takes `unroll` vectors of 16 bytes, a block's width apart, and
    loads all of them before it adds and stores. PTX, so that timing needs no compiler. */
@@ -324,15 +327,6 @@ static void roofline_write(char *text, size_t room, int is_add, int unroll) {
     if (n >= room) die("roofline", "PTX does not fit");
 }
 
-static void roofline_load(machine *m, roofline *r, int is_add) {
-    char text[8192];
-    void *module;
-    roofline_write(text, sizeof text, is_add, r->unroll);
-    machine_require(m, gpu_ok(&m->gpu, m->module_load(&module, text), "cuModuleLoadData") &&
-                           gpu_ok(&m->gpu, m->module_function(&r->function, module, "roofline"),
-                                  "cuModuleGetFunction"));
-}
-
 static void roofline_launch(machine *m, const roofline *r, const operands *o, int set) {
     const nj_args *a = &o->args[set];
     uint64_t count = (uint64_t)o->bytes / 16, block = (uint64_t)r->unroll * r->threads;
@@ -368,7 +362,24 @@ static void roofline_check(machine *m, const roofline *r, const operands *o, int
     }
 }
 
-/* ---- timing ----------------------------------------------------------------------------------- */
+/* The kernel of that shape, compiled and checked when first asked for. */
+static void roofline_get(machine *m, const operands *o, int is_add, int log2_unroll, roofline *r) {
+    void **function = &m->roofline[is_add][log2_unroll], *module;
+    char text[8192];
+    r->unroll = 1 << log2_unroll;
+    if (!*function) {
+        roofline_write(text, sizeof text, is_add, r->unroll);
+        machine_require(m, gpu_ok(&m->gpu, m->module_load(&module, text), "cuModuleLoadData") &&
+                               gpu_ok(&m->gpu, m->module_function(function, module, "roofline"),
+                                      "cuModuleGetFunction"));
+        r->function = *function;
+        r->threads = 256;
+        roofline_check(m, r, o, is_add);
+    }
+    r->function = *function;
+}
+
+/* ---- timing ---------------------------------------------------------------------------------- */
 
 typedef struct times {
     double ours, roofline; /* seconds of one call */
@@ -413,7 +424,8 @@ typedef struct replay {
     double seconds; /* of one call, first look */
 } replay;
 
-static void replay_capture(machine *m, const operands *o, const roofline *r, int calls, replay *out) {
+static void replay_capture(machine *m, const operands *o, const roofline *r, int calls,
+                           replay *out) {
     int i;
     machine_require(m, gpu_capture_begin(&m->gpu));
     for (i = 0; i < calls; i++) {
@@ -425,7 +437,7 @@ static void replay_capture(machine *m, const operands *o, const roofline *r, int
     machine_require(m, out->exec != NULL);
 }
 
-/* Milliseconds of `count` graphs launched in turn without a pause; ms[i] belongs to graphs[i % kinds]. */
+/* Launches `count` graphs in turn without a pause; ms[i] is what graphs[i % kinds] took. */
 static void replay_time(machine *m, const replay *graphs, int kinds, int count, double *ms) {
     static void *event[2 * MAX_REPEATS + 1];
     int i;
@@ -461,16 +473,15 @@ static void replay_open(machine *m, const operands *o, const roofline *r, replay
 /* The fastest shape of the elementwise kernel for these operands. */
 static void replay_open_roofline(machine *m, const problem *p, const operands *o, replay *best) {
     static const unsigned threads[] = {256, 512, 1024};
-    int is_add = p->op != FORWARD;
     size_t t;
-    roofline r;
+    int log2_unroll;
     best->exec = NULL;
-    for (r.unroll = 1; r.unroll <= MAX_UNROLL; r.unroll *= 2) {
-        roofline_load(m, &r, is_add);
+    for (log2_unroll = 0; 1 << log2_unroll <= MAX_UNROLL; log2_unroll++) {
+        roofline r;
+        roofline_get(m, o, p->op == BACKWARD, log2_unroll, &r);
         for (t = 0; t < sizeof threads / sizeof threads[0]; t++) {
             replay other;
             r.threads = threads[t];
-            roofline_check(m, &r, o, is_add);
             replay_open(m, o, &r, &other);
             if (!best->exec || other.seconds < best->seconds) {
                 gpu_graph_free(&m->gpu, best->exec);
@@ -498,7 +509,7 @@ static times time_gpu(machine *m, const problem *p, const operands *o, int repea
     return out;
 }
 
-/* ---- tables ----------------------------------------------------------------------------------- */
+/* ---- tables ---------------------------------------------------------------------------------- */
 
 typedef enum format { TEXT, MARKDOWN, JSON } format;
 
@@ -564,7 +575,7 @@ static void table_end(const table *t) {
 
 #define PROBLEM_COLUMNS {"op", "op"}, {"dtype", "dtype"}, {"rows", "rows"}, {"cols", "cols"}
 
-/* ---- the three measurements ------------------------------------------------------------------- */
+/* ---- the three measurements ------------------------------------------------------------------ */
 
 typedef struct options {
     const char *suite;
@@ -685,7 +696,7 @@ static void measure_select(const options *options, machine *m, const problem *p,
     table_row(t, p, numbers);
 }
 
-/* ---- the command line ------------------------------------------------------------------------- */
+/* ---- the command line ------------------------------------------------------------------------ */
 
 static void usage(FILE *to) {
     fputs("usage: bench [options]\n"
@@ -782,7 +793,8 @@ static void measure_all(const options *o, machine *m, measure_fn measure, table 
     for (part = 0; part < sizeof suites / sizeof suites[0]; part++) {
         const suite_part *s = &suites[part];
         if (strcmp(s->suite, o->suite) != 0) continue;
-        if ((o->one.op && o->one.op != s->op) || (o->one.dtype && o->one.dtype != s->dtype)) continue;
+        if (o->one.op && o->one.op != s->op) continue;
+        if (o->one.dtype && o->one.dtype != s->dtype) continue;
         p.op = s->op;
         p.dtype = s->dtype;
         for (i = 0; i < sizeof s->shapes / sizeof s->shapes[0] && s->shapes[i][0]; i++) {
@@ -796,7 +808,6 @@ static void measure_all(const options *o, machine *m, measure_fn measure, table 
 int main(int argc, char **argv) {
     options o = parse(argc, argv);
     measure_fn measure = measure_norm;
-    nj_ctx_desc how = {0};
     machine m;
     table t;
     t.format = o.format;
@@ -811,7 +822,7 @@ int main(int argc, char **argv) {
         t.columns = overhead_columns;
         t.count = (int)(sizeof overhead_columns / sizeof overhead_columns[0]);
     }
-    machine_open(&m, o.backend, &how);
+    machine_open(&m, o.backend);
     table_begin(&t, nj_ctx_info(m.ctx));
     measure_all(&o, &m, measure, &t);
     table_end(&t);

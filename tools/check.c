@@ -43,7 +43,7 @@ static void *allocate(size_t bytes) {
     return p;
 }
 
-/* ---- operands: doubles here, their type there ------------------------------------------------- */
+/* ---- operands: doubles here, their type there ------------------------------------------------ */
 
 static size_t operand_count(const operand *o) {
     return (size_t)o->rows * (size_t)o->cols;
@@ -137,7 +137,7 @@ static void operands_make(check *c, nj_dtype dtype) {
     }
 }
 
-/* ---- the comparison --------------------------------------------------------------------------- */
+/* ---- the comparison -------------------------------------------------------------------------- */
 
 /* Prints the largest error; returns the largest ratio of error to bound. The bound: what arithmetic
    in f32 may be off, and half a unit of the type that the result is stored in. */
@@ -240,10 +240,15 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: check [auto|host|cuda]\n");
         return 2;
     }
-    if (strcmp(where, "host") != 0) c.on_gpu = gpu_open(&c.gpu, 0);
-    if (strcmp(where, "cuda") == 0 && !c.on_gpu) die("CUDA", c.gpu.error);
-    how.backend = c.on_gpu ? NJ_BACKEND_CUDA : NJ_BACKEND_HOST;
+    if (strcmp(where, "host") == 0) how.backend = NJ_BACKEND_HOST;
+    if (strcmp(where, "cuda") == 0) how.backend = NJ_BACKEND_CUDA;
+    if (how.backend != NJ_BACKEND_HOST) c.on_gpu = gpu_open(&c.gpu, 0);
+    if (how.backend == NJ_BACKEND_CUDA && !c.on_gpu) die("CUDA", c.gpu.error);
     require(nj_ctx_create(&c.ctx, &how));
+    if (c.on_gpu && nj_ctx_backend(c.ctx) == NJ_BACKEND_HOST) { /* normjit cannot use the device */
+        gpu_close(&c.gpu);
+        c.on_gpu = 0;
+    }
     printf("LayerNorm %d x %d, forward and backward, on %s\n", ROWS, COLS, nj_ctx_info(c.ctx));
     good = check_type(&c, NJ_F32, "f32") <= 1;
     good = check_type(&c, NJ_BF16, "bf16") <= 1 && good;

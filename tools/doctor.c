@@ -87,16 +87,17 @@ static int examine_devices(const char *cache_dir) {
         size_t available = 0, total = 0;
         int version = gpu_driver_version(&g);
         gpu_memory(&g, &available, &total);
-        printf("CUDA device %d\n    %s, sm_%d, %d SMs, %.1f of %.1f GB free, driver for CUDA %d.%d\n",
-               device, g.name, g.arch, g.processors, 1e-9 * (double)available, 1e-9 * (double)total,
-               version / 1000, version % 1000 / 10);
+        printf("CUDA device %d\n", device);
+        printf("    %s, sm_%d, %d SMs, %.1f of %.1f GB free, driver for CUDA %d.%d\n", g.name, g.arch,
+               g.processors, 1e-9 * (double)available, 1e-9 * (double)total, version / 1000,
+               version % 1000 / 10);
         worked += examine(NJ_BACKEND_CUDA, device, cache_dir, &g);
         gpu_close(&g);
     }
     if (device == 0) {
         printf("CUDA device\n    none: %s\n", g.error);
     } else if (!worked) {
-        printf("    advice: sm_75 (Turing) or newer and a driver for CUDA 11 or newer are needed\n");
+        printf("    advice: needs sm_75 (Turing) or newer and a driver for CUDA 11 or newer\n");
     }
     return worked;
 }
