@@ -142,7 +142,8 @@ int main(void) {
     CHECK(cuStreamSynchronize(stream));
 
     dx_error = compare_rows(desc.eps);
-    for (i = 0; i < COLS; i++) dgamma_error = larger(dgamma_error, fabs(dgamma[i] - want_dgamma[i]));
+    for (i = 0; i < COLS; i++)
+        dgamma_error = larger(dgamma_error, fabs(dgamma[i] - want_dgamma[i]));
     printf("dx: largest error %.2g, tolerance %.2g\n", dx_error, dx_tolerance);
     printf("dgamma: largest error %.2g, tolerance %.2g\n", dgamma_error, dgamma_tolerance);
 

@@ -114,11 +114,12 @@ static inline int gpu_load(gpu *g, void *library) {
            gpu_symbol(g, library, "cuEventElapsedTime", &a->event_elapsed);
 }
 
-/* After a failed or without a successful gpu_open it does nothing. The driver stays loaded: it has
-   threads of its own. */
+/* Leaves no context current in this thread. Does nothing the second time, or after a gpu_open that
+   failed. The driver stays loaded: it has threads of its own. */
 static inline void gpu_close(gpu *g) {
     if (!g->context) return;
     if (g->stream) g->api.stream_destroy(g->stream);
+    g->api.ctx_set_current(NULL); /* once released the context may be gone */
     g->api.primary_release(g->device);
     g->stream = NULL;
     g->context = NULL;

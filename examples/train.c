@@ -51,8 +51,8 @@ static int text_from_bytes(text *t, const char *bytes, long count, FILE *err) {
 /* 0 and the reason in err: no such file, no file, or fewer than `least` bytes. */
 static int text_from_file(text *t, const char *path, long least, FILE *err) {
     enum { MOST = 64 << 20 };
-    FILE *file = fopen(path, "rb");
     char *bytes = (char *)malloc(MOST + 1);
+    FILE *file = fopen(path, "rb");
     size_t count = file && bytes ? fread(bytes, 1, MOST + 1, file) : 0;
     int good = 0;
     if (!file || ferror(file)) fprintf(err, "train: %s: %s\n", path, strerror(errno));

@@ -30,7 +30,7 @@ typedef struct config {
     int blocks, batch;      /* batch: characters guessed per step */
 } config;
 
-enum { MAX_BLOCKS = 4, MAX_PARAMS = 32, MAX_ARRAYS = 64 };
+enum { MAX_BLOCKS = 4, MAX_PARAMS = 32, MAX_ARRAYS = 80 };
 
 typedef struct param {
     char name[32];
@@ -304,8 +304,7 @@ static int norm_backward(model *m, norm *n, real *x, real *dy, real *dx) {
     return norm_put(m, n, Y, dy, rows * width) && norm_put(m, n, DX, dx, rows * width) &&
            norm_put(m, n, DGAMMA, n->gamma->grad, width) &&
            norm_put(m, n, DBETA, n->beta->grad, width) && norm_run(m, m->backward, &args) &&
-           norm_get(m, n, DX, dx, rows * width) &&
-           norm_get(m, n, DGAMMA, n->gamma->grad, width) &&
+           norm_get(m, n, DX, dx, rows * width) && norm_get(m, n, DGAMMA, n->gamma->grad, width) &&
            norm_get(m, n, DBETA, n->beta->grad, width);
 }
 
@@ -372,13 +371,13 @@ static void model_close(model *m) {
 
 static int block_open(model *m, block *b, int index, uint64_t *seed) {
     const config *s = &m->shape;
-    char norm[16], up[16], down[16];
-    snprintf(norm, sizeof norm, "norm %d", index);
-    snprintf(up, sizeof up, "up %d", index);
-    snprintf(down, sizeof down, "down %d", index);
-    return norm_open(m, &b->norm, norm, seed) &&
-           linear_open(m, &b->up, up, s->width, s->hidden, seed) &&
-           linear_open(m, &b->down, down, s->hidden, s->width, seed) &&
+    char norm_name[16], up_name[16], down_name[16];
+    snprintf(norm_name, sizeof norm_name, "norm %d", index);
+    snprintf(up_name, sizeof up_name, "up %d", index);
+    snprintf(down_name, sizeof down_name, "down %d", index);
+    return norm_open(m, &b->norm, norm_name, seed) &&
+           linear_open(m, &b->up, up_name, s->width, s->hidden, seed) &&
+           linear_open(m, &b->down, down_name, s->hidden, s->width, seed) &&
            model_matrix(m, &b->normed, s->batch, s->width) &&
            model_matrix(m, &b->active, s->batch, s->hidden) &&
            model_matrix(m, &b->slope, s->batch, s->hidden) &&

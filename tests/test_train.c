@@ -178,8 +178,8 @@ static void matmul_add_agrees_with_the_plain_sum_at_sizes_off_the_tiles(void **s
 /* ---- training -------------------------------------------------------------------------------- */
 
 static const char tiny_text[] =
-    "she sells sea shells by the sea shore; the shells she sells are sea shells for sure. so if she "
-    "sells shells on the sea shore, then the shells are sea shore shells.\n";
+    "she sells sea shells by the sea shore; the shells she sells are sea shells for sure. so if "
+    "she sells shells on the sea shore, then the shells are sea shore shells.\n";
 
 static void the_loss_falls_from_that_of_guessing_to_almost_nothing_on_a_tiny_text(void **state) {
     char path[32];
@@ -284,10 +284,21 @@ static void the_shortest_text_of_one_symbol_trains(void **state) {
 }
 
 static void bad_options_give_exit_2_the_reason_and_the_usage(void **state) {
-    static const char *const lines[] = {
-        "",           "--steps",          "--steps 0",      "--steps 1.5",   "--steps x",
-        "--steps 9e99", "--seconds -1",   "--seconds nan",  "--seed -1",     "--sample 3x",
-        "--backend",  "--backend opencl", "--nonsense 1",   "-",             "one two"};
+    static const char *const lines[] = {"",
+                                        "--steps",
+                                        "--steps 0",
+                                        "--steps 1.5",
+                                        "--steps x",
+                                        "--steps 9e99",
+                                        "--seconds -1",
+                                        "--seconds nan",
+                                        "--seed -1",
+                                        "--sample 3x",
+                                        "--backend",
+                                        "--backend opencl",
+                                        "--nonsense 1",
+                                        "-",
+                                        "one two"};
     size_t i;
     (void)state;
     for (i = 0; i < sizeof lines / sizeof *lines; i++) {
