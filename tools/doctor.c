@@ -88,8 +88,8 @@ static int examine_devices(const char *cache_dir) {
         int version = gpu_driver_version(&g);
         gpu_memory(&g, &available, &total);
         printf("CUDA device %d\n", device);
-        printf("    %s, sm_%d, %d SMs, %.1f of %.1f GB free, driver for CUDA %d.%d\n", g.name, g.arch,
-               g.processors, 1e-9 * (double)available, 1e-9 * (double)total, version / 1000,
+        printf("    %s, sm_%d, %d SMs, %.1f of %.1f GB free, driver for CUDA %d.%d\n", g.name,
+               g.arch, g.processors, 1e-9 * (double)available, 1e-9 * (double)total, version / 1000,
                version % 1000 / 10);
         worked += examine(NJ_BACKEND_CUDA, device, cache_dir, &g);
         gpu_close(&g);
