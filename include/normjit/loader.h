@@ -24,58 +24,59 @@ typedef void *nji_cu_function;
 typedef void *nji_cu_stream;
 typedef unsigned long long nji_cu_pointer;
 
-enum { /* CUresult */
-       NJI_CU_SUCCESS = 0,
-       NJI_CU_INVALID_VALUE = 1,
-       NJI_CU_OUT_OF_MEMORY = 2,
-       NJI_CU_STUB_LIBRARY = 34,
-       NJI_CU_NO_DEVICE = 100,
-       NJI_CU_INVALID_IMAGE = 200,
-       NJI_CU_NO_BINARY_FOR_GPU = 209,
-       NJI_CU_INVALID_PTX = 218,
-       NJI_CU_UNSUPPORTED_PTX_VERSION = 222
+/* CUresult */
+enum {
+    NJI_CU_SUCCESS = 0,
+    NJI_CU_INVALID_VALUE = 1,
+    NJI_CU_OUT_OF_MEMORY = 2,
+    NJI_CU_STUB_LIBRARY = 34,
+    NJI_CU_NO_DEVICE = 100,
+    NJI_CU_INVALID_IMAGE = 200,
+    NJI_CU_NO_BINARY_FOR_GPU = 209,
+    NJI_CU_INVALID_PTX = 218,
+    NJI_CU_UNSUPPORTED_PTX_VERSION = 222
 };
 
-enum { /* CUdevice_attribute */
-       NJI_CU_DEVICE_MULTIPROCESSORS = 16,
-       NJI_CU_DEVICE_L2_BYTES = 38,
-       NJI_CU_DEVICE_THREADS_PER_MULTIPROCESSOR = 39,
-       NJI_CU_DEVICE_CC_MAJOR = 75,
-       NJI_CU_DEVICE_CC_MINOR = 76,
-       NJI_CU_DEVICE_SHARED_PER_MULTIPROCESSOR = 81,
-       NJI_CU_DEVICE_SHARED_PER_BLOCK_OPTIN = 97
+/* CUdevice_attribute */
+enum {
+    NJI_CU_DEVICE_MULTIPROCESSORS = 16,
+    NJI_CU_DEVICE_L2_BYTES = 38,
+    NJI_CU_DEVICE_THREADS_PER_MULTIPROCESSOR = 39,
+    NJI_CU_DEVICE_CC_MAJOR = 75,
+    NJI_CU_DEVICE_CC_MINOR = 76,
+    NJI_CU_DEVICE_SHARED_PER_MULTIPROCESSOR = 81,
+    NJI_CU_DEVICE_SHARED_PER_BLOCK_OPTIN = 97
 };
 
-enum { /* CUfunction_attribute */
-       NJI_CU_FUNCTION_LOCAL_BYTES = 3,
-       NJI_CU_FUNCTION_REGISTERS = 4,
-       NJI_CU_FUNCTION_MAX_DYNAMIC_SHARED = 8
+/* CUfunction_attribute */
+enum {
+    NJI_CU_FUNCTION_LOCAL_BYTES = 3,
+    NJI_CU_FUNCTION_REGISTERS = 4,
+    NJI_CU_FUNCTION_MAX_DYNAMIC_SHARED = 8
 };
 
-enum { /* CUpointer_attribute; the first is answered with a CUmemorytype */
-       NJI_CU_POINTER_MEMORY_TYPE = 2,
-       NJI_CU_POINTER_DEVICE_ORDINAL = 9,
-       NJI_CU_MEMORY_HOST = 1,
-       NJI_CU_MEMORY_DEVICE = 2,
-       NJI_CU_MEMORY_UNIFIED = 4
+/* CUpointer_attribute; the first is answered with a CUmemorytype */
+enum {
+    NJI_CU_POINTER_MEMORY_TYPE = 2,
+    NJI_CU_POINTER_DEVICE_ORDINAL = 9,
+    NJI_CU_MEMORY_HOST = 1,
+    NJI_CU_MEMORY_DEVICE = 2,
+    NJI_CU_MEMORY_UNIFIED = 4
 };
 
-enum { /* CUjit_option; sizes travel in the value itself, not through a pointer */
-       NJI_CU_JIT_INFO_LOG = 3,
-       NJI_CU_JIT_INFO_LOG_BYTES = 4,
-       NJI_CU_JIT_ERROR_LOG = 5,
-       NJI_CU_JIT_ERROR_LOG_BYTES = 6
+/* CUjit_option; sizes travel in the value itself, not through a pointer */
+enum {
+    NJI_CU_JIT_INFO_LOG = 3,
+    NJI_CU_JIT_INFO_LOG_BYTES = 4,
+    NJI_CU_JIT_ERROR_LOG = 5,
+    NJI_CU_JIT_ERROR_LOG_BYTES = 6
 };
 
-enum { /* CUstreamCaptureStatus, CUstreamCaptureMode */
-       NJI_CU_CAPTURE_NONE = 0,
-       NJI_CU_CAPTURE_MODE_RELAXED = 2
-};
+/* CUstreamCaptureStatus, CUstreamCaptureMode */
+enum { NJI_CU_CAPTURE_NONE = 0, NJI_CU_CAPTURE_MODE_RELAXED = 2 };
 
-enum { /* CUlaunchAttributeID */
-       NJI_CU_LAUNCH_CLUSTER_DIMENSION = 4,
-       NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION = 6
-};
+/* CUlaunchAttributeID */
+enum { NJI_CU_LAUNCH_CLUSTER_DIMENSION = 4, NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION = 6 };
 
 typedef struct nji_cu_launch_attribute {
     int id;
@@ -149,11 +150,8 @@ typedef struct nji_driver {
 
 typedef void *nji_nvrtc_program;
 
-enum { /* nvrtcResult */
-       NJI_NVRTC_SUCCESS = 0,
-       NJI_NVRTC_OUT_OF_MEMORY = 1,
-       NJI_NVRTC_BUILTINS_FAILED = 7
-};
+/* nvrtcResult */
+enum { NJI_NVRTC_SUCCESS = 0, NJI_NVRTC_OUT_OF_MEMORY = 1, NJI_NVRTC_BUILTINS_FAILED = 7 };
 
 typedef struct nji_nvrtc {
     void *library; /* null: closed */
