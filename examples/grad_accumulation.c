@@ -1,9 +1,9 @@
 /* Gradient accumulation: two micro-batches add their parameter gradients to the same buffers, and
    the sum is compared with the gradients of the whole batch.
 
-     cc -o grad_accumulation examples/grad_accumulation.c -lm -ldl -lpthread */
+     cc -Iinclude -o grad_accumulation examples/grad_accumulation.c -lm -ldl -lpthread */
 #define NORMJIT_IMPLEMENTATION
-#include "../include/normjit.h"
+#include "normjit.h"
 
 #include <float.h>
 
