@@ -613,8 +613,10 @@ static inline void poison_outputs(problem *p) {
     }
 }
 
-/* Selects, runs once on the image, releases. */
+/* Poisons the outputs, selects, runs once on the image, releases. */
 static inline void run_once(problem *p, nj_op op) {
+    p->desc.op = op;
+    poison_outputs(p);
     select_plan(p, op);
     upload(p);
     launch(p);
@@ -796,7 +798,6 @@ static inline void check_run(problem *p, nj_op op, expectation *e) {
     unsigned char *before;
     p->desc.op = op;
     expect_accumulation(p, e);
-    poison_outputs(p);
     before = copy_image(p);
     run_once(p, op);
     compare_image(p, before, e);

@@ -251,6 +251,7 @@ static void many_threads_may_run_one_plan(void **state) {
         problem p;
         open_backward(&p, k % 2 ? NJ_F32 : NJ_BF16, shapes[k / 2][0], shapes[k / 2][1], k);
         select_plan(&p, ops[k % 2]);
+        poison_outputs(&p);
         for (int t = 0; t < THREADS; t++) start_worker(&workers[t], &p);
         for (int t = 0; t < THREADS; t++) pthread_join(workers[t].thread, NULL);
         upload(&p);
