@@ -466,12 +466,15 @@ NJI_HOST_MATH(avx512, NJI_TARGET_AVX512, double, 8)
 typedef void (*nji_host_row_copy)(const void *from, void *to, int64_t count);
 
 typedef struct nji_host_isa {
+    const char *name;
+    int vector_bytes;
     nji_host_math math[2];                                 /* float, double */
     nji_host_row_copy load[NJ_F64 + 1], store[NJ_F64 + 1]; /* by nj_dtype; both sides packed */
     nji_host_row_copy stream;                              /* bytes; fence when all is done */
 } nji_host_isa;
 
 static const nji_host_isa nji_host_base = {
+    "baseline", 16,
     {NJI_HOST_MATH_TABLE(base, float), NJI_HOST_MATH_TABLE(base, double)},
     {NULL, NULL, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -549,12 +552,14 @@ NJI_TARGET_AVX2 static void nji_host_stream(const void *from, void *to, int64_t 
 }
 
 static const nji_host_isa nji_host_avx2 = {
+    "AVX2", 32,
     {NJI_HOST_MATH_TABLE(avx2, float), NJI_HOST_MATH_TABLE(avx2, double)},
     {NULL, nji_host_load_f16, nji_host_load_bf16, NULL, NULL},
     {NULL, nji_host_store_f16, nji_host_store_bf16, NULL, NULL},
     nji_host_stream};
 
 static const nji_host_isa nji_host_avx512 = {
+    "AVX-512", 64,
     {NJI_HOST_MATH_TABLE(avx512, float), NJI_HOST_MATH_TABLE(avx512, double)},
     {NULL, nji_host_load_f16, nji_host_load_bf16, NULL, NULL},
     {NULL, nji_host_store_f16, nji_host_store_bf16, NULL, NULL},
@@ -1098,4 +1103,22 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
     nji_host_for_each(is_forward ? nji_host_forward_part : nji_host_backward_part, &job, job.parts);
     if (job.want_params)
         nji_host_for_each(nji_host_finish_cols, &job, nji_ceil_div(job.cols, NJI_HOST_FINISH_COLS));
+}
+
+static void nji_host_describe(char *text, size_t size) {
+#ifdef _OPENMP
+    const char *threads = "OpenMP";
+#else
+    const char *threads = "one thread";
+#endif
+    snprintf(text, size, "host: %s, %s", nji_host_pick_isa()->name, threads);
+}
+
+/* The fields that the backend knows. */
+static void nji_host_sku(const nj_desc *desc, nj_sku *out) {
+    const nji_host_isa *isa = nji_host_pick_isa();
+    out->source = NJ_SOURCE_HOST;
+    out->vector_bytes = isa->vector_bytes;
+    snprintf(out->kernel, sizeof out->kernel, "nji_host_%s",
+             desc->op == NJ_OP_LAYER_NORM_FORWARD ? "forward" : "backward");
 }
