@@ -4,7 +4,7 @@
 typedef struct nji_module {
     struct nji_module *next;
     uint64_t key;
-    void *handle;
+    nji_cu_module handle;
     nj_source source;
     int arch_specific;
 } nji_module;
@@ -13,9 +13,10 @@ typedef struct nji_cuda {
     nji_driver driver;
     nji_jit jit;
     nji_device_facts facts;
-    int ordinal, device; /* the device's number and the driver's handle */
+    int ordinal;           /* of the device */
+    nji_cu_device device; /* the device's number and the driver's handle */
     char name[96];
-    void *context;
+    nji_cu_context context;
     int retained; /* the device's primary context is held by us */
     uint32_t flags;
     nji_module *modules; /* guarded by the ctx's lock */
@@ -74,10 +75,10 @@ static nj_status nji_cuda_find_device(nji_cuda *cuda, const nj_ctx_desc *desc, c
     if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDeviceGet");
     result = cuda->driver.cuDeviceGetName(cuda->name, (int)sizeof cuda->name, cuda->device);
     if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetName");
-    status = nji_cuda_attribute(cuda, NJI_ATTRIBUTE_CC_MAJOR, &major, call);
-    if (status == NJ_OK) status = nji_cuda_attribute(cuda, NJI_ATTRIBUTE_CC_MINOR, &minor, call);
+    status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MAJOR, &major, call);
+    if (status == NJ_OK) status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MINOR, &minor, call);
     if (status == NJ_OK) {
-        status = nji_cuda_attribute(cuda, NJI_ATTRIBUTE_MULTIPROCESSORS, &cuda->facts.multiprocessors,
+        status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_MULTIPROCESSORS, &cuda->facts.multiprocessors,
                                     call);
     }
     if (status != NJ_OK) return status;
@@ -164,7 +165,7 @@ static nj_status nji_capture_fail(const char *call) {
 static nj_status nji_cuda_load(nji_cuda *cuda, const void *image, nji_module *module, const char *what,
                                const char *call) {
     char log[2048];
-    int option[2] = {NJI_JIT_ERROR_LOG_BUFFER, NJI_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
+    int option[2] = {NJI_CU_JIT_ERROR_LOG, NJI_CU_JIT_ERROR_LOG_BYTES};
     void *value[2];
     int result;
     log[0] = 0;
@@ -374,13 +375,13 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
         unsigned type = 0;
         int ordinal = 0;
         if (views[i].empty) continue;
-        if (cuda->driver.cuPointerGetAttribute(&type, NJI_POINTER_MEMORY_TYPE, address) != 0) {
+        if (cuda->driver.cuPointerGetAttribute(&type, NJI_CU_POINTER_MEMORY_TYPE, address) != 0) {
             status = nji_fail(NJ_INVALID_ARGUMENT,
                               "%s: args.%s.data = %p: host memory that the driver does not know: a CUDA "
                               "plan needs device memory",
                               call, views[i].name, views[i].data);
-        } else if (type == NJI_MEMORY_TYPE_DEVICE &&
-                   cuda->driver.cuPointerGetAttribute(&ordinal, NJI_POINTER_DEVICE_ORDINAL, address) ==
+        } else if (type == NJI_CU_MEMORY_DEVICE &&
+                   cuda->driver.cuPointerGetAttribute(&ordinal, NJI_CU_POINTER_DEVICE_ORDINAL, address) ==
                        0 &&
                    ordinal != cuda->ordinal) {
             status = nji_fail(NJ_INVALID_ARGUMENT,
@@ -449,8 +450,8 @@ static nj_status nji_launch(const nji_cuda *cuda, void *function, const nji_grid
 /* The same, but the kernel may start while its predecessor still runs, and waits for it by itself. */
 static nj_status nji_launch_dependent(const nji_cuda *cuda, void *function, const nji_grid *grid,
                                       nji_problem *problem, void *stream, const char *call) {
-    nji_launch_attribute attribute;
-    nji_launch_config config;
+    nji_cu_launch_attribute attribute;
+    nji_cu_launch_config config;
     void *parameters[1];
     int result;
     if (!cuda->driver.cuLaunchKernelEx || cuda->facts.arch < 90) {
@@ -459,8 +460,8 @@ static nj_status nji_launch_dependent(const nji_cuda *cuda, void *function, cons
     parameters[0] = problem;
     memset(&attribute, 0, sizeof attribute);
     memset(&config, 0, sizeof config);
-    attribute.id = NJI_LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute.value.programmatic_stream_serialization = 1;
+    attribute.id = NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION;
+    attribute.value.programmatic_serialization = 1;
     config.grid_x = (unsigned)grid->x;
     config.grid_y = grid->y;
     config.grid_z = 1;

@@ -1,12 +1,1124 @@
-/* Stub until the host backend lands. */
+/* The host backend.
+
+   Rows are taken in panels: up to NJI_HOST_ROWS rows by a chunk of columns. An operand that lies in
+   memory as the arithmetic wants it (its type, unit-stride columns) is read and written where it is;
+   any other is converted or gathered into a panel that stays in the nearest cache. So the arithmetic
+   below knows two types and one layout, and types and strides are dealt with in one place.
+
+   What a row's results depend on: its own values, the number of columns, the processor kind; never
+   the other rows or the number of threads. Parameter gradients: rows are split in parts by the sizes
+   alone, each part is summed by one thread into its own partial sums, and these are added in order. */
+
+#if (defined(__GNUC__) && __GNUC__ >= 9) || defined(__clang__)
+#define NJI_HOST_VECTORS 1
+#define NJI_ALWAYS_INLINE inline __attribute__((always_inline))
+#else
+#define NJI_HOST_VECTORS 0
+#define NJI_ALWAYS_INLINE inline
+#endif
+
+#if NJI_HOST_VECTORS && defined(__x86_64__)
+#define NJI_HOST_X86 1
+#include <immintrin.h>
+#define NJI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define NJI_TARGET_AVX512                                                                              \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#else
+#define NJI_HOST_X86 0
+#endif
+#define NJI_TARGET_BASE
+
+/* ---- sizes ---------------------------------------------------------------------------------- */
+
+#define NJI_HOST_ROWS 32           /* rows of a panel, at most */
+#define NJI_HOST_CHUNK_BYTES 4096  /* of one panel row, at most */
+#define NJI_HOST_PANEL_BYTES 16384 /* of a panel, without the padding of its rows */
+#define NJI_HOST_PAD_BYTES 64      /* keeps panel rows out of each other's cache sets */
+#define NJI_HOST_BUFFER_BYTES (NJI_HOST_PANEL_BYTES + NJI_HOST_ROWS * NJI_HOST_PAD_BYTES)
+#define NJI_HOST_GROUP_BYTES 196608   /* of x in the rows that are swept twice: must stay in L2 */
+#define NJI_HOST_PARALLEL_FROM 32768  /* elements; below it threads cost more than they save */
+#define NJI_HOST_STREAM_FROM 33554432 /* bytes of an output that the last cache will not hold */
+#define NJI_HOST_PARTS 64             /* parts of the rows, at most, ... */
+#define NJI_HOST_PARTIAL_BYTES 1048576 /* ... or as many more as keep the partial sums this small */
+#define NJI_HOST_PART_ROWS 32         /* rows of a part, at least, once there are enough for 8 parts */
+#define NJI_HOST_FINISH_COLS 64       /* columns whose partial sums one task adds up */
+
+/* ---- element types -------------------------------------------------------------------------- */
+
+static NJI_ALWAYS_INLINE float nji_f32_from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static NJI_ALWAYS_INLINE uint32_t nji_bits_from_f32(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static NJI_ALWAYS_INLINE float nji_f32_from_f16(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
+    uint32_t rest = (uint32_t)(half & 0x7fffu) << 13; /* exponent and mantissa in f32's places */
+    if (rest < 0x00800000u) { /* subnormal: put 2^-14 in front, then take it away */
+        float value = nji_f32_from_bits(rest + 0x38800000u) - nji_f32_from_bits(0x38800000u);
+        return nji_f32_from_bits(sign | nji_bits_from_f32(value));
+    }
+    if (rest >= 0x0f800000u) rest += 0x38000000u; /* inf, NaN: exponent 31 becomes 255 */
+    return nji_f32_from_bits(sign | (rest + 0x38000000u));
+}
+
+static NJI_ALWAYS_INLINE uint16_t nji_f16_from_f32(float value) {
+    uint32_t bits = nji_bits_from_f32(value), sign = (bits >> 16) & 0x8000u;
+    bits &= 0x7fffffffu;
+    if (bits > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((bits >> 13) & 0x3ffu));
+    if (bits >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to 65536 or more */
+    if (bits < 0x38800000u) { /* subnormal: the ulp of 0.5 is f16's smallest step, 2^-24 */
+        bits = nji_bits_from_f32(nji_f32_from_bits(bits) + 0.5f) - 0x3f000000u;
+        return (uint16_t)(sign | bits);
+    }
+    bits += 0xfffu + ((bits >> 13) & 1u); /* half an ulp, to even */
+    return (uint16_t)(sign | ((bits - 0x38000000u) >> 13));
+}
+
+static NJI_ALWAYS_INLINE float nji_f32_from_bf16(uint16_t half) {
+    return nji_f32_from_bits((uint32_t)half << 16);
+}
+
+static NJI_ALWAYS_INLINE uint16_t nji_bf16_from_f32(float value) {
+    uint32_t bits = nji_bits_from_f32(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+/* f64 -> f32 rounded to odd: a second rounding, to f16 or bf16, then gives what one would. */
+static NJI_ALWAYS_INLINE float nji_f32_to_odd(double value) {
+    float near = (float)value;
+    uint32_t bits = nji_bits_from_f32(near);
+    if ((double)near == value || value != value || (bits & 1u)) return near;
+    return nji_f32_from_bits(fabs((double)near) > fabs(value) ? bits - 1 : bits + 1);
+}
+
+#define nji_copy_value(value) (value)
+#define nji_f16_from_f64(value) nji_f16_from_f32(nji_f32_to_odd(value))
+#define nji_bf16_from_f64(value) nji_bf16_from_f32(nji_f32_to_odd(value))
+
+/* Copies rows x cols elements, converting. Row r starts at offset from_row[r], to_row[r]; columns are
+   from_col, to_col apart (elements). Walks along columns or along rows, whichever lie closer. */
+typedef void (*nji_host_copy)(const void *from, const int64_t *from_row, int64_t from_col, void *to,
+                              const int64_t *to_row, int64_t to_col, int rows, int64_t cols,
+                              int along_rows);
+
+#define NJI_HOST_COPY(name, source, target, convert)                                                   \
+    static void nji_host_copy_##name(const void *from, const int64_t *from_row, int64_t from_col,      \
+                                     void *to, const int64_t *to_row, int64_t to_col, int rows,        \
+                                     int64_t cols, int along_rows) {                                   \
+        const source *in = (const source *)from;                                                       \
+        target *out = (target *)to;                                                                    \
+        int64_t c;                                                                                     \
+        int r;                                                                                         \
+        if (along_rows) {                                                                              \
+            for (c = 0; c < cols; c++)                                                                 \
+                for (r = 0; r < rows; r++)                                                             \
+                    out[to_row[r] + c * to_col] = (target)convert(in[from_row[r] + c * from_col]);     \
+            return;                                                                                    \
+        }                                                                                              \
+        for (r = 0; r < rows; r++) {                                                                   \
+            const source *a = in + from_row[r];                                                        \
+            target *b = out + to_row[r];                                                               \
+            for (c = 0; c < cols; c++) b[c * to_col] = (target)convert(a[c * from_col]);               \
+        }                                                                                              \
+    }
+
+NJI_HOST_COPY(float_f16, uint16_t, float, nji_f32_from_f16)
+NJI_HOST_COPY(float_bf16, uint16_t, float, nji_f32_from_bf16)
+NJI_HOST_COPY(float_f32, float, float, nji_copy_value)
+NJI_HOST_COPY(double_f16, uint16_t, double, nji_f32_from_f16)
+NJI_HOST_COPY(double_bf16, uint16_t, double, nji_f32_from_bf16)
+NJI_HOST_COPY(double_f32, float, double, nji_copy_value)
+NJI_HOST_COPY(double_f64, double, double, nji_copy_value)
+NJI_HOST_COPY(f16_float, float, uint16_t, nji_f16_from_f32)
+NJI_HOST_COPY(bf16_float, float, uint16_t, nji_bf16_from_f32)
+NJI_HOST_COPY(f16_double, double, uint16_t, nji_f16_from_f64)
+NJI_HOST_COPY(bf16_double, double, uint16_t, nji_bf16_from_f64)
+NJI_HOST_COPY(f32_double, double, float, nji_copy_value)
+
+/* By nj_dtype; [0] for arithmetic in float, [1] in double. */
+typedef struct nji_host_type {
+    int size;
+    nji_host_copy load[2], store[2];
+} nji_host_type;
+
+static const nji_host_type nji_host_types[] = {
+    {0, {NULL, NULL}, {NULL, NULL}},
+    {2,
+     {nji_host_copy_float_f16, nji_host_copy_double_f16},
+     {nji_host_copy_f16_float, nji_host_copy_f16_double}},
+    {2,
+     {nji_host_copy_float_bf16, nji_host_copy_double_bf16},
+     {nji_host_copy_bf16_float, nji_host_copy_bf16_double}},
+    {4,
+     {nji_host_copy_float_f32, nji_host_copy_double_f32},
+     {nji_host_copy_float_f32, nji_host_copy_f32_double}},
+    {8, {NULL, nji_host_copy_double_f64}, {NULL, nji_host_copy_double_f64}}};
+
+/* ---- arithmetic ----------------------------------------------------------------------------- */
+
+/* Some rows and a chunk of their columns, in the type of the arithmetic (`real` below). */
+typedef struct nji_host_panel {
+    const void *x[NJI_HOST_ROWS], *dy[NJI_HOST_ROWS]; /* each row's chunk */
+    void *out[NJI_HOST_ROWS];                         /* y or dx; may be x or dy */
+    const void *gamma, *beta;                         /* the chunk of each; never null */
+    void *dgamma, *dbeta;                             /* partial sums of the chunk, added to */
+    int rows;
+    /* By row. The sums grow from chunk to chunk; in double, so chunks add no error of their own. */
+    double sum[NJI_HOST_ROWS], square[NJI_HOST_ROWS];
+    double center[NJI_HOST_ROWS]; /* of type real: the mean, or close to it */
+    double shift[NJI_HOST_ROWS];  /* xhat = (x - center) * rstd + shift */
+    double rstd[NJI_HOST_ROWS];
+    double scale[NJI_HOST_ROWS]; /* dx = scale * (g - mean_g - xhat * mean_gx) */
+    double mean_g[NJI_HOST_ROWS], mean_gx[NJI_HOST_ROWS];
+} nji_host_panel;
+
+/* One set for each of float and double, and for each instruction set. `cols` is the chunk's. */
+typedef struct nji_host_math {
+    void (*sum)(nji_host_panel *panel, int64_t cols);       /* sum += x */
+    void (*moments)(nji_host_panel *panel, int64_t cols);   /* sum += d, square += d*d; d = x-center */
+    void (*forward)(const nji_host_panel *panel, int64_t cols);    /* out = y */
+    void (*backward_sums)(nji_host_panel *panel, int64_t cols);    /* sum += g, square += g*xhat */
+    void (*dx)(const nji_host_panel *panel, int64_t cols);         /* out = dx */
+    void (*params)(const nji_host_panel *panel, int64_t cols);     /* dgamma, dbeta */
+    void (*dx_params)(const nji_host_panel *panel, int64_t cols);  /* both, reading once */
+    void (*add)(void *to, const void *from, int64_t cols);         /* to += from */
+    void (*add_wide)(double *to, const void *from, int64_t cols);  /* the same into double */
+} nji_host_math;
+
+#if NJI_HOST_VECTORS
+/* Vectors as they lie in memory: aligned as their elements, and free to alias them. */
+#define NJI_VECTOR(real, lanes)                                                                        \
+    typedef real nji_##real##lanes                                                                     \
+        __attribute__((vector_size(lanes * sizeof(real)), aligned(sizeof(real)), may_alias))
+NJI_VECTOR(float, 4);
+NJI_VECTOR(double, 2);
+#if NJI_HOST_X86
+NJI_VECTOR(float, 8);
+NJI_VECTOR(double, 4);
+NJI_VECTOR(float, 16);
+NJI_VECTOR(double, 8);
+#endif
+#else
+typedef float nji_float1;
+typedef double nji_double1;
+#endif
+
+/* The sum of a vector's lanes, by halves. */
+#define NJI_LANES_1(v, i) (v)
+#define NJI_LANES_2(v, i) ((v)[i] + (v)[i + 1])
+#define NJI_LANES_4(v, i) (((v)[i] + (v)[i + 2]) + ((v)[i + 1] + (v)[i + 3]))
+#define NJI_LANES_8(v, i) (NJI_LANES_4(v, i) + NJI_LANES_4(v, i + 4))
+#define NJI_LANES_16(v, i) (NJI_LANES_8(v, i) + NJI_LANES_8(v, i + 8))
+
+#define NJI_AT(vec, pointer) (*(vec *)(pointer))
+#define NJI_READ(vec, pointer) (*(const vec *)(pointer))
+
+/* The k-th vector of a tile of columns, in one row of the backward pass. */
+#define NJI_HOST_BACKWARD_STEP(vec, k, lanes)                                                          \
+    {                                                                                                  \
+        vec t = NJI_READ(vec, dy + (k) * (lanes));                                                     \
+        vec h = (NJI_READ(vec, x + (k) * (lanes)) - center) * rstd;                                    \
+        if (want_params) {                                                                             \
+            dgamma##k += t * h;                                                                        \
+            dbeta##k += t;                                                                             \
+        }                                                                                              \
+        if (want_dx)                                                                                   \
+            NJI_AT(vec, out + (k) * (lanes)) = ((t * gamma##k - mean_g) - h * mean_gx) * scale;        \
+    }
+
+/* The rows of a panel over one tile of columns; `step` names the tile's vectors. The sums over the
+   rows are kept in registers and added to memory once, which also keeps their error small. */
+#define NJI_HOST_BACKWARD_ROWS(real, steps)                                                            \
+    for (r = 0; r < panel->rows; r++) {                                                                \
+        const real *x = (const real *)panel->x[r] + c, *dy = (const real *)panel->dy[r] + c;           \
+        real center = row[r].center, rstd = row[r].rstd, scale = row[r].scale;                         \
+        real mean_g = row[r].mean_g, mean_gx = row[r].mean_gx;                                         \
+        real *out = want_dx ? (real *)panel->out[r] + c : NULL;                                        \
+        steps                                                                                          \
+    }
+
+#define NJI_HOST_OPEN(vec, k, lanes)                                                                   \
+    vec dgamma##k = {0}, dbeta##k = {0}, gamma##k = NJI_READ(vec, gamma + c + (k) * (lanes));
+
+#define NJI_HOST_CLOSE(vec, k, lanes)                                                                  \
+    if (want_params) {                                                                                 \
+        NJI_AT(vec, dgamma + c + (k) * (lanes)) += dgamma##k;                                          \
+        NJI_AT(vec, dbeta + c + (k) * (lanes)) += dbeta##k;                                            \
+    }
+
+/* C has no templates: this text is the arithmetic, for one type and one instruction set. Columns go by
+   four vectors, then by one, then one by one; where a column falls depends on its place alone. */
+#define NJI_HOST_MATH(isa, TARGET, real, lanes)                                                        \
+    typedef nji_##real##lanes nji_##real##_##isa;                                                      \
+                                                                                                       \
+    TARGET static void nji_host_sum_##real##_##isa(nji_host_panel *panel, int64_t cols) {              \
+        typedef nji_##real##_##isa vec;                                                                \
+        int r;                                                                                         \
+        for (r = 0; r < panel->rows; r++) {                                                            \
+            const real *x = (const real *)panel->x[r];                                                 \
+            vec a = {0}, b = {0}, d = {0}, e = {0};                                                    \
+            real rest = 0;                                                                             \
+            int64_t c = 0;                                                                             \
+            for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                            \
+                a += NJI_READ(vec, x + c);                                                             \
+                b += NJI_READ(vec, x + c + lanes);                                                     \
+                d += NJI_READ(vec, x + c + 2 * lanes);                                                 \
+                e += NJI_READ(vec, x + c + 3 * lanes);                                                 \
+            }                                                                                          \
+            for (; c + lanes <= cols; c += lanes) a += NJI_READ(vec, x + c);                           \
+            for (; c < cols; c++) rest += x[c];                                                        \
+            a = (a + b) + (d + e);                                                                     \
+            panel->sum[r] += (double)NJI_LANES_##lanes(a, 0) + (double)rest;                           \
+        }                                                                                              \
+    }                                                                                                  \
+                                                                                                       \
+    TARGET static void nji_host_moments_##real##_##isa(nji_host_panel *panel, int64_t cols) {          \
+        typedef nji_##real##_##isa vec;                                                                \
+        int r;                                                                                         \
+        for (r = 0; r < panel->rows; r++) {                                                            \
+            const real *x = (const real *)panel->x[r];                                                 \
+            real center = (real)panel->center[r], rest = 0, rest2 = 0;                                 \
+            vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                                  \
+            int64_t c = 0;                                                                             \
+            for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                            \
+                vec d = NJI_READ(vec, x + c) - center, e = NJI_READ(vec, x + c + lanes) - center;      \
+                a += d;                                                                                \
+                a2 += d * d;                                                                           \
+                b += e;                                                                                \
+                b2 += e * e;                                                                           \
+            }                                                                                          \
+            for (; c + lanes <= cols; c += lanes) {                                                    \
+                vec d = NJI_READ(vec, x + c) - center;                                                 \
+                a += d;                                                                                \
+                a2 += d * d;                                                                           \
+            }                                                                                          \
+            for (; c < cols; c++) {                                                                    \
+                real d = x[c] - center;                                                                \
+                rest += d;                                                                             \
+                rest2 += d * d;                                                                        \
+            }                                                                                          \
+            a += b;                                                                                    \
+            a2 += b2;                                                                                  \
+            panel->sum[r] += (double)NJI_LANES_##lanes(a, 0) + (double)rest;                           \
+            panel->square[r] += (double)NJI_LANES_##lanes(a2, 0) + (double)rest2;                      \
+        }                                                                                              \
+    }                                                                                                  \
+                                                                                                       \
+    TARGET static void nji_host_forward_##real##_##isa(const nji_host_panel *panel, int64_t cols) {    \
+        typedef nji_##real##_##isa vec;                                                                \
+        const real *gamma = (const real *)panel->gamma, *beta = (const real *)panel->beta;             \
+        int r;                                                                                         \
+        for (r = 0; r < panel->rows; r++) {                                                            \
+            const real *x = (const real *)panel->x[r];                                                 \
+            real *y = (real *)panel->out[r];                                                           \
+            real center = (real)panel->center[r], shift = (real)panel->shift[r];                       \
+            real rstd = (real)panel->rstd[r];                                                          \
+            int64_t c = 0;                                                                             \
+            for (; c + lanes <= cols; c += lanes) {                                                    \
+                vec h = (NJI_READ(vec, x + c) - center) * rstd + shift;                                \
+                NJI_AT(vec, y + c) = h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c);           \
+            }                                                                                          \
+            for (; c < cols; c++)                                                                      \
+                y[c] = ((x[c] - center) * rstd + shift) * gamma[c] + beta[c];                          \
+        }                                                                                              \
+    }                                                                                                  \
+                                                                                                       \
+    TARGET static void nji_host_backward_sums_##real##_##isa(nji_host_panel *panel, int64_t cols) {    \
+        typedef nji_##real##_##isa vec;                                                                \
+        const real *gamma = (const real *)panel->gamma;                                                \
+        int r;                                                                                         \
+        for (r = 0; r < panel->rows; r++) {                                                            \
+            const real *x = (const real *)panel->x[r], *dy = (const real *)panel->dy[r];               \
+            real center = (real)panel->center[r], rstd = (real)panel->rstd[r], rest = 0, rest2 = 0;    \
+            vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                                  \
+            int64_t c = 0;                                                                             \
+            for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                            \
+                vec g = NJI_READ(vec, dy + c) * NJI_READ(vec, gamma + c);                              \
+                vec f = NJI_READ(vec, dy + c + lanes) * NJI_READ(vec, gamma + c + lanes);              \
+                a += g;                                                                                \
+                a2 += g * ((NJI_READ(vec, x + c) - center) * rstd);                                    \
+                b += f;                                                                                \
+                b2 += f * ((NJI_READ(vec, x + c + lanes) - center) * rstd);                            \
+            }                                                                                          \
+            for (; c + lanes <= cols; c += lanes) {                                                    \
+                vec g = NJI_READ(vec, dy + c) * NJI_READ(vec, gamma + c);                              \
+                a += g;                                                                                \
+                a2 += g * ((NJI_READ(vec, x + c) - center) * rstd);                                    \
+            }                                                                                          \
+            for (; c < cols; c++) {                                                                    \
+                real g = dy[c] * gamma[c];                                                             \
+                rest += g;                                                                             \
+                rest2 += g * ((x[c] - center) * rstd);                                                 \
+            }                                                                                          \
+            a += b;                                                                                    \
+            a2 += b2;                                                                                  \
+            panel->sum[r] += (double)NJI_LANES_##lanes(a, 0) + (double)rest;                           \
+            panel->square[r] += (double)NJI_LANES_##lanes(a2, 0) + (double)rest2;                      \
+        }                                                                                              \
+    }                                                                                                  \
+                                                                                                       \
+    TARGET static NJI_ALWAYS_INLINE void nji_host_backward_##real##_##isa(                             \
+        const nji_host_panel *panel, int64_t cols, int want_dx, int want_params) {                     \
+        typedef nji_##real##_##isa vec;                                                                \
+        const real *gamma = (const real *)panel->gamma;                                                \
+        real *dgamma = (real *)panel->dgamma, *dbeta = (real *)panel->dbeta;                           \
+        struct {                                                                                       \
+            real center, rstd, scale, mean_g, mean_gx;                                                 \
+        } row[NJI_HOST_ROWS];                                                                          \
+        int64_t c = 0;                                                                                 \
+        int r;                                                                                         \
+        for (r = 0; r < panel->rows; r++) {                                                            \
+            row[r].center = (real)panel->center[r];                                                    \
+            row[r].rstd = (real)panel->rstd[r];                                                        \
+            row[r].scale = (real)panel->scale[r];                                                      \
+            row[r].mean_g = (real)panel->mean_g[r];                                                    \
+            row[r].mean_gx = (real)panel->mean_gx[r];                                                  \
+        }                                                                                              \
+        for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                                \
+            NJI_HOST_OPEN(vec, 0, lanes)                                                               \
+            NJI_HOST_OPEN(vec, 1, lanes)                                                               \
+            NJI_HOST_OPEN(vec, 2, lanes)                                                               \
+            NJI_HOST_OPEN(vec, 3, lanes)                                                               \
+            NJI_HOST_BACKWARD_ROWS(                                                                    \
+                real, NJI_HOST_BACKWARD_STEP(vec, 0, lanes) NJI_HOST_BACKWARD_STEP(vec, 1, lanes)      \
+                          NJI_HOST_BACKWARD_STEP(vec, 2, lanes) NJI_HOST_BACKWARD_STEP(vec, 3, lanes)) \
+            NJI_HOST_CLOSE(vec, 0, lanes)                                                              \
+            NJI_HOST_CLOSE(vec, 1, lanes)                                                              \
+            NJI_HOST_CLOSE(vec, 2, lanes)                                                              \
+            NJI_HOST_CLOSE(vec, 3, lanes)                                                              \
+        }                                                                                              \
+        for (; c + lanes <= cols; c += lanes) {                                                        \
+            NJI_HOST_OPEN(vec, 0, lanes)                                                               \
+            NJI_HOST_BACKWARD_ROWS(real, NJI_HOST_BACKWARD_STEP(vec, 0, lanes))                        \
+            NJI_HOST_CLOSE(vec, 0, lanes)                                                              \
+        }                                                                                              \
+        for (; c < cols; c++) {                                                                        \
+            NJI_HOST_OPEN(real, 0, 1)                                                                  \
+            NJI_HOST_BACKWARD_ROWS(real, NJI_HOST_BACKWARD_STEP(real, 0, 1))                           \
+            NJI_HOST_CLOSE(real, 0, 1)                                                                 \
+        }                                                                                              \
+    }                                                                                                  \
+                                                                                                       \
+    TARGET static void nji_host_dx_##real##_##isa(const nji_host_panel *panel, int64_t cols) {         \
+        nji_host_backward_##real##_##isa(panel, cols, 1, 0);                                           \
+    }                                                                                                  \
+    TARGET static void nji_host_params_##real##_##isa(const nji_host_panel *panel, int64_t cols) {     \
+        nji_host_backward_##real##_##isa(panel, cols, 0, 1);                                           \
+    }                                                                                                  \
+    TARGET static void nji_host_dx_params_##real##_##isa(const nji_host_panel *panel, int64_t cols) {  \
+        nji_host_backward_##real##_##isa(panel, cols, 1, 1);                                           \
+    }                                                                                                  \
+                                                                                                       \
+    TARGET static void nji_host_add_##real##_##isa(void *to, const void *from, int64_t cols) {         \
+        typedef nji_##real##_##isa vec;                                                                \
+        real *a = (real *)to;                                                                          \
+        const real *b = (const real *)from;                                                            \
+        int64_t c = 0;                                                                                 \
+        for (; c + lanes <= cols; c += lanes) NJI_AT(vec, a + c) += NJI_READ(vec, b + c);              \
+        for (; c < cols; c++) a[c] += b[c];                                                            \
+    }                                                                                                  \
+                                                                                                       \
+    TARGET static void nji_host_add_wide_##real##_##isa(double *to, const void *from, int64_t cols) {  \
+        const real *b = (const real *)from;                                                            \
+        int64_t c;                                                                                     \
+        for (c = 0; c + 4 <= cols; c += 4) {                                                           \
+            to[c] += (double)b[c];                                                                     \
+            to[c + 1] += (double)b[c + 1];                                                             \
+            to[c + 2] += (double)b[c + 2];                                                             \
+            to[c + 3] += (double)b[c + 3];                                                             \
+        }                                                                                              \
+        for (; c < cols; c++) to[c] += (double)b[c];                                                   \
+    }
+
+#define NJI_HOST_MATH_TABLE(isa, real)                                                                 \
+    {                                                                                                  \
+        nji_host_sum_##real##_##isa, nji_host_moments_##real##_##isa, nji_host_forward_##real##_##isa, \
+            nji_host_backward_sums_##real##_##isa, nji_host_dx_##real##_##isa,                         \
+            nji_host_params_##real##_##isa, nji_host_dx_params_##real##_##isa,                         \
+            nji_host_add_##real##_##isa, nji_host_add_wide_##real##_##isa                              \
+    }
+
+#if NJI_HOST_VECTORS
+NJI_HOST_MATH(base, NJI_TARGET_BASE, float, 4)
+NJI_HOST_MATH(base, NJI_TARGET_BASE, double, 2)
+#else
+NJI_HOST_MATH(base, NJI_TARGET_BASE, float, 1)
+NJI_HOST_MATH(base, NJI_TARGET_BASE, double, 1)
+#endif
+#if NJI_HOST_X86
+NJI_HOST_MATH(avx2, NJI_TARGET_AVX2, float, 8)
+NJI_HOST_MATH(avx2, NJI_TARGET_AVX2, double, 4)
+NJI_HOST_MATH(avx512, NJI_TARGET_AVX512, float, 16)
+NJI_HOST_MATH(avx512, NJI_TARGET_AVX512, double, 8)
+#endif
+
+/* ---- instruction sets ----------------------------------------------------------------------- */
+
+/* Rows of 16-bit elements from and to float, and copies past the caches. NULL: no faster way known. */
+typedef void (*nji_host_row_copy)(const void *from, void *to, int64_t count);
+
+typedef struct nji_host_isa {
+    const char *name;
+    int vector_bytes;
+    nji_host_math math[2];                                 /* float, double */
+    nji_host_row_copy load[NJ_F64 + 1], store[NJ_F64 + 1]; /* by nj_dtype; both sides packed */
+    nji_host_row_copy stream;                              /* bytes; fence when all is done */
+} nji_host_isa;
+
+static const nji_host_isa nji_host_base = {
+    "baseline", 16,
+    {NJI_HOST_MATH_TABLE(base, float), NJI_HOST_MATH_TABLE(base, double)},
+    {NULL, NULL, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+    NULL};
+
+#if NJI_HOST_X86
+NJI_TARGET_AVX2 static void nji_host_load_f16(const void *from, void *to, int64_t count) {
+    const uint16_t *in = (const uint16_t *)from;
+    float *out = (float *)to;
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i))));
+    for (; i < count; i++) out[i] = nji_f32_from_f16(in[i]);
+}
+
+NJI_TARGET_AVX2 static void nji_host_store_f16(const void *from, void *to, int64_t count) {
+    const float *in = (const float *)from;
+    uint16_t *out = (uint16_t *)to;
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), 0));
+    for (; i < count; i++) out[i] = nji_f16_from_f32(in[i]);
+}
+
+NJI_TARGET_AVX2 static void nji_host_load_bf16(const void *from, void *to, int64_t count) {
+    const uint16_t *in = (const uint16_t *)from;
+    float *out = (float *)to;
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(in + i)));
+        _mm256_storeu_ps(out + i, _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)));
+    }
+    for (; i < count; i++) out[i] = nji_f32_from_bf16(in[i]);
+}
+
+/* nji_bf16_from_f32 on eight lanes; the result in the low halves. */
+NJI_TARGET_AVX2 static NJI_ALWAYS_INLINE void nji_host_round_bf16(const float *in, __m256i *out) {
+    __m256 value = _mm256_loadu_ps(in);
+    __m256i bits = _mm256_castps_si256(value), high = _mm256_srli_epi32(bits, 16);
+    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    __m256i near = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    *out = _mm256_blendv_epi8(near, quiet, is_nan);
+}
+
+NJI_TARGET_AVX2 static void nji_host_store_bf16(const void *from, void *to, int64_t count) {
+    const float *in = (const float *)from;
+    uint16_t *out = (uint16_t *)to;
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) {
+        __m256i a, b;
+        nji_host_round_bf16(in + i, &a);
+        nji_host_round_bf16(in + i + 8, &b);
+        a = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8); /* pack works by 128 bits */
+        _mm256_storeu_si256((__m256i *)(out + i), a);
+    }
+    for (; i < count; i++) out[i] = nji_bf16_from_f32(in[i]);
+}
+
+/* Whole cache lines go past the caches: they need not be read before they are written. */
+NJI_TARGET_AVX2 static void nji_host_stream(const void *from, void *to, int64_t count) {
+    const char *in = (const char *)from;
+    char *out = (char *)to;
+    int64_t i = nji_min_i64((int64_t)((64 - ((uintptr_t)out & 63)) & 63), count);
+    memcpy(out, in, (size_t)i);
+    for (; i + 64 <= count; i += 64) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(in + i));
+        __m256i b = _mm256_loadu_si256((const __m256i *)(in + i + 32));
+        _mm256_stream_si256((__m256i *)(out + i), a);
+        _mm256_stream_si256((__m256i *)(out + i + 32), b);
+    }
+    memcpy(out + i, in + i, (size_t)(count - i));
+}
+
+static const nji_host_isa nji_host_avx2 = {
+    "AVX2", 32,
+    {NJI_HOST_MATH_TABLE(avx2, float), NJI_HOST_MATH_TABLE(avx2, double)},
+    {NULL, nji_host_load_f16, nji_host_load_bf16, NULL, NULL},
+    {NULL, nji_host_store_f16, nji_host_store_bf16, NULL, NULL},
+    nji_host_stream};
+
+static const nji_host_isa nji_host_avx512 = {
+    "AVX-512", 64,
+    {NJI_HOST_MATH_TABLE(avx512, float), NJI_HOST_MATH_TABLE(avx512, double)},
+    {NULL, nji_host_load_f16, nji_host_load_bf16, NULL, NULL},
+    {NULL, nji_host_store_f16, nji_host_store_bf16, NULL, NULL},
+    nji_host_stream};
+#endif
+
+/* Every processor with AVX2 and FMA has F16C too. */
+static const nji_host_isa *nji_host_pick_isa(void) {
+#if NJI_HOST_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+            return &nji_host_avx512;
+        return &nji_host_avx2;
+    }
+#endif
+    return &nji_host_base;
+}
+
+static void nji_host_fence(void) {
+#if NJI_HOST_X86
+    _mm_sfence();
+#endif
+}
+
+/* ---- a run's plan of work ------------------------------------------------------------------- */
+
+/* An operand, with what moving it needs. */
+typedef struct nji_host_view {
+    char *data; /* NULL: absent */
+    const long long *row_stride, *col_stride;
+    const nji_host_type *type;
+    int dtype;
+    int packed_cols; /* unit-stride columns */
+    int direct;      /* and of the type of the arithmetic: used in place */
+    int along_rows;  /* neighbouring rows lie closer than neighbouring columns */
+} nji_host_view;
+
+typedef struct nji_host_job {
+    const nji_problem *problem;
+    const nji_host_isa *isa;
+    const nji_host_math *math;
+    nji_host_view x, dy, gamma, beta, out, dgamma, dbeta; /* out: y or dx */
+    int stat_dtype;
+    int wide;          /* arithmetic in double */
+    int64_t real_size; /* bytes of float or double */
+    int64_t rows, cols;
+    int64_t chunk; /* columns of a panel */
+    int64_t pitch; /* elements between rows of a buffered panel */
+    int64_t group; /* rows of a panel */
+    int64_t part_rows, parts;
+    int want_params, add_to_out, stream_out;
+    char *partial; /* [parts][2][cols] of float or double */
+} nji_host_job;
+
+/* One thread's buffers and the panel they serve. */
+typedef struct nji_host_work {
+    nji_host_panel panel;
+    int64_t offset[NJI_HOST_ROWS]; /* of the rows of the operand in hand; elements */
+    int64_t row;                   /* first row of the panel */
+    int64_t param_col;             /* columns of gamma and beta that are loaded; -1: none */
+    double x[NJI_HOST_BUFFER_BYTES / 8], other[NJI_HOST_BUFFER_BYTES / 8]; /* other: dy, then out */
+    double gamma[NJI_HOST_CHUNK_BYTES / 8], beta[NJI_HOST_CHUNK_BYTES / 8];
+    double line[NJI_HOST_CHUNK_BYTES / 8];
+} nji_host_work;
+
+/* Offsets of `count` rows from `row` on. */
+static void nji_host_row_offsets(const nji_problem *problem, const long long *stride, int64_t row,
+                                 int count, int64_t *offset) {
+    int64_t index[NJI_DIMS], at = 0;
+    int d, r;
+    if (problem->row_dims <= 1) {
+        int64_t step = problem->row_dims ? stride[0] : 0;
+        for (r = 0; r < count; r++) offset[r] = (row + r) * step;
+        return;
+    }
+    for (d = problem->row_dims - 1; d >= 0; d--) {
+        index[d] = row % problem->extent[d];
+        row /= problem->extent[d];
+        at += index[d] * stride[d];
+    }
+    for (r = 0; r < count; r++) {
+        offset[r] = at;
+        for (d = problem->row_dims - 1; d >= 0; d--) { /* count up, with carry */
+            at += stride[d];
+            if (++index[d] < problem->extent[d]) break;
+            at -= index[d] * stride[d];
+            index[d] = 0;
+        }
+    }
+}
+
+/* The columns from `col` on, at most `count`, that are evenly spaced: how many, where the first lies
+   and how far apart they are (elements). */
+static int64_t nji_host_col_run(const nji_problem *problem, const long long *stride, int64_t col,
+                                int64_t count, int64_t *offset, int64_t *step) {
+    const long long *extent = problem->extent + problem->row_dims;
+    int last = problem->col_dims - 1, d;
+    int64_t within;
+    *offset = 0;
+    *step = last < 0 ? 0 : stride[last];
+    if (last <= 0) {
+        *offset = col * *step;
+        return count;
+    }
+    within = col % extent[last];
+    for (d = last; d >= 0; d--) {
+        *offset += col % extent[d] * stride[d];
+        col /= extent[d];
+    }
+    return nji_min_i64(count, extent[last] - within);
+}
+
+/* Copies a panel of the operand (work->offset: its rows) into `buffer`, as float or double. */
+static void nji_host_load(const nji_host_job *job, const nji_host_view *view, const int64_t *offset,
+                          int rows, int64_t col, int64_t count, void *buffer) {
+    nji_host_copy copy = view->type->load[job->wide];
+    nji_host_row_copy fast = job->wide ? NULL : job->isa->load[view->dtype];
+    int64_t row_at[NJI_HOST_ROWS], done, run, from, step;
+    int r;
+    for (r = 0; r < rows; r++) row_at[r] = r * job->pitch;
+    for (done = 0; done < count; done += run) {
+        char *to = (char *)buffer + done * job->real_size;
+        const char *base;
+        run = nji_host_col_run(job->problem, view->col_stride, col + done, count - done, &from, &step);
+        base = view->data + from * view->type->size;
+        if (!fast || step != 1) {
+            copy(base, offset, step, to, row_at, 1, rows, run, view->along_rows);
+            continue;
+        }
+        for (r = 0; r < rows; r++)
+            fast(base + offset[r] * view->type->size, to + row_at[r] * job->real_size, run);
+    }
+}
+
+/* The way back. */
+static void nji_host_store(const nji_host_job *job, const nji_host_view *view, const int64_t *offset,
+                           int rows, int64_t col, int64_t count, const void *buffer) {
+    nji_host_copy copy = view->type->store[job->wide];
+    nji_host_row_copy fast = job->wide ? NULL : job->isa->store[view->dtype];
+    int64_t row_at[NJI_HOST_ROWS], done, run, to, step;
+    int r;
+    for (r = 0; r < rows; r++) row_at[r] = r * job->pitch;
+    for (done = 0; done < count; done += run) {
+        const char *from = (const char *)buffer + done * job->real_size;
+        char *base;
+        run = nji_host_col_run(job->problem, view->col_stride, col + done, count - done, &to, &step);
+        base = view->data + to * view->type->size;
+        if (!fast || step != 1) {
+            copy(from, row_at, 1, base, offset, step, rows, run, view->along_rows);
+            continue;
+        }
+        for (r = 0; r < rows; r++)
+            fast(from + row_at[r] * job->real_size, base + offset[r] * view->type->size, run);
+    }
+}
+
+/* Points the panel's rows at an input: in place, or at a copy in `buffer`. */
+static void nji_host_fetch(const nji_host_job *job, nji_host_work *work, const nji_host_view *view,
+                           int64_t col, int64_t count, void *buffer, const void **row) {
+    int rows = work->panel.rows, r;
+    nji_host_row_offsets(job->problem, view->row_stride, work->row, rows, work->offset);
+    if (!view->direct) nji_host_load(job, view, work->offset, rows, col, count, buffer);
+    for (r = 0; r < rows; r++)
+        row[r] = view->direct ? view->data + (work->offset[r] + col) * job->real_size
+                              : (char *)buffer + r * job->pitch * job->real_size;
+}
+
+/* A chunk of gamma or beta; `absent` stands in for one that is not there. */
+static const void *nji_host_fetch_param(const nji_host_job *job, const nji_host_view *view, int64_t col,
+                                        int64_t count, double *buffer, double absent) {
+    int64_t zero = 0, c;
+    if (view->direct) return view->data + col * job->real_size;
+    if (view->data) {
+        nji_host_load(job, view, &zero, 1, col, count, buffer);
+    } else if (job->wide) {
+        for (c = 0; c < count; c++) buffer[c] = absent;
+    } else {
+        for (c = 0; c < count; c++) ((float *)buffer)[c] = (float)absent;
+    }
+    return buffer;
+}
+
+static void nji_host_fetch_params(const nji_host_job *job, nji_host_work *work, int64_t col,
+                                  int64_t count) {
+    if (work->param_col == col) return;
+    work->panel.gamma = nji_host_fetch_param(job, &job->gamma, col, count, work->gamma, 1);
+    work->panel.beta = nji_host_fetch_param(job, &job->beta, col, count, work->beta, 0);
+    work->param_col = col;
+}
+
+/* Points the panel's rows at the output, or at a buffer that nji_host_end_out will write from. */
+static void nji_host_begin_out(const nji_host_job *job, nji_host_work *work, int64_t col) {
+    int in_place = job->out.direct && !job->add_to_out && !job->stream_out, r;
+    nji_host_row_offsets(job->problem, job->out.row_stride, work->row, work->panel.rows, work->offset);
+    for (r = 0; r < work->panel.rows; r++)
+        work->panel.out[r] = in_place ? job->out.data + (work->offset[r] + col) * job->real_size
+                                      : (char *)work->other + r * job->pitch * job->real_size;
+}
+
+static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64_t col, int64_t count) {
+    const nji_host_view *out = &job->out;
+    nji_host_row_copy narrow = job->isa->store[out->dtype];
+    int r;
+    if (job->add_to_out) {
+        for (r = 0; r < work->panel.rows; r++) {
+            nji_host_load(job, out, work->offset + r, 1, col, count, work->line);
+            job->math->add(work->panel.out[r], work->line, count);
+        }
+    }
+    if (!job->stream_out) {
+        if (!out->direct || job->add_to_out)
+            nji_host_store(job, out, work->offset, work->panel.rows, col, count, work->other);
+        return;
+    }
+    for (r = 0; r < work->panel.rows; r++) {
+        const void *from = work->panel.out[r];
+        if (narrow) {
+            narrow(from, work->line, count);
+            from = work->line;
+        }
+        job->isa->stream(from, out->data + (work->offset[r] + col) * out->type->size,
+                         count * out->type->size);
+    }
+}
+
+/* ---- one part of the rows ------------------------------------------------------------------- */
+
+static double nji_host_read_stat(const nji_host_job *job, const nji_operand *stat, int64_t offset) {
+    static const int64_t zero = 0;
+    const nji_host_type *type = &nji_host_types[job->stat_dtype];
+    double value;
+    type->load[1]((const char *)stat->data + offset * type->size, &zero, 1, &value, &zero, 1, 1, 1, 0);
+    return value;
+}
+
+static void nji_host_write_stat(const nji_host_job *job, const nji_operand *stat, int64_t offset,
+                                double value) {
+    static const int64_t zero = 0;
+    const nji_host_type *type = &nji_host_types[job->stat_dtype];
+    type->store[1](&value, &zero, 1, (char *)stat->data + offset * type->size, &zero, 1, 1, 1, 0);
+}
+
+/* value in the type of the arithmetic */
+static double nji_host_round(const nji_host_job *job, double value) {
+    return job->wide ? value : (double)(float)value;
+}
+
+static void nji_host_write_stats(const nji_host_job *job, nji_host_work *work, const nji_operand *stat,
+                                 const double *value) {
+    int r;
+    if (!stat->data) return;
+    nji_host_row_offsets(job->problem, stat->stride, work->row, work->panel.rows, work->offset);
+    for (r = 0; r < work->panel.rows; r++) nji_host_write_stat(job, stat, work->offset[r], value[r]);
+}
+
+/* Fetches x again where a row has more than one chunk; else it is still there. */
+static int64_t nji_host_next_chunk(const nji_host_job *job, nji_host_work *work, int64_t col,
+                                   int again) {
+    int64_t count = nji_min_i64(job->chunk, job->cols - col);
+    if (!again || count < job->cols)
+        nji_host_fetch(job, work, &job->x, col, count, work->x, work->panel.x);
+    return count;
+}
+
+/* Mean and rstd of the panel's rows, by two sweeps: the second measures from the first's mean, which
+   corrects that mean and cancels nothing however large |mean| is against the deviation. */
+static void nji_host_row_stats(const nji_host_job *job, nji_host_work *work) {
+    nji_host_panel *panel = &work->panel;
+    double mean[NJI_HOST_ROWS], n = (double)job->cols;
+    int64_t col, count;
+    int r;
+    for (r = 0; r < panel->rows; r++) panel->sum[r] = 0;
+    for (col = 0; col < job->cols; col += count) {
+        count = nji_host_next_chunk(job, work, col, 0);
+        job->math->sum(panel, count);
+    }
+    for (r = 0; r < panel->rows; r++) {
+        panel->center[r] = nji_host_round(job, panel->sum[r] / n);
+        panel->sum[r] = panel->square[r] = 0;
+    }
+    for (col = 0; col < job->cols; col += count) {
+        count = nji_host_next_chunk(job, work, col, 1);
+        job->math->moments(panel, count);
+    }
+    for (r = 0; r < panel->rows; r++) {
+        /* a mean that is no number cannot be corrected, and its deviations are none either */
+        int finite = panel->center[r] - panel->center[r] == 0;
+        double off = finite ? panel->sum[r] / n : 0; /* true mean less center */
+        double variance = panel->square[r] / n - off * off;
+        if (variance < 0) variance = 0; /* NaN stays */
+        mean[r] = nji_host_round(job, panel->center[r] + off);
+        panel->rstd[r] = nji_host_round(job, 1 / sqrt(variance + job->problem->eps));
+        panel->shift[r] = -off * panel->rstd[r];
+    }
+    nji_host_write_stats(job, work, &job->problem->mean, mean);
+    nji_host_write_stats(job, work, &job->problem->rstd, panel->rstd);
+}
+
+static void nji_host_forward_panel(const nji_host_job *job, nji_host_work *work) {
+    int64_t col, count;
+    nji_host_row_stats(job, work);
+    for (col = 0; col < job->cols; col += count) {
+        count = nji_host_next_chunk(job, work, col, 1);
+        nji_host_fetch_params(job, work, col, count);
+        nji_host_begin_out(job, work, col);
+        job->math->forward(&work->panel, count);
+        nji_host_end_out(job, work, col, count);
+    }
+}
+
+/* The two means over the columns that dx needs. */
+static void nji_host_row_means(const nji_host_job *job, nji_host_work *work) {
+    nji_host_panel *panel = &work->panel;
+    double n = (double)job->cols;
+    int64_t col, count;
+    int r;
+    for (r = 0; r < panel->rows; r++) panel->sum[r] = panel->square[r] = 0;
+    for (col = 0; col < job->cols; col += count) {
+        count = nji_host_next_chunk(job, work, col, 0);
+        nji_host_fetch(job, work, &job->dy, col, count, work->other, panel->dy);
+        nji_host_fetch_params(job, work, col, count);
+        job->math->backward_sums(panel, count);
+    }
+    for (r = 0; r < panel->rows; r++) {
+        panel->mean_g[r] = panel->sum[r] / n;
+        panel->mean_gx[r] = panel->square[r] / n;
+        /* one column: dx is 0, and not the rounding error that a fused multiply-add leaves */
+        panel->scale[r] = job->cols == 1 ? 0 : panel->rstd[r];
+    }
+}
+
+static void nji_host_backward_panel(const nji_host_job *job, nji_host_work *work, char *dgamma,
+                                    char *dbeta) {
+    nji_host_panel *panel = &work->panel;
+    const nji_problem *problem = job->problem;
+    int want_dx = job->out.data != NULL, r;
+    int64_t col, count;
+    nji_host_row_offsets(problem, problem->mean.stride, work->row, panel->rows, work->offset);
+    for (r = 0; r < panel->rows; r++)
+        panel->center[r] = nji_host_read_stat(job, &problem->mean, work->offset[r]);
+    nji_host_row_offsets(problem, problem->rstd.stride, work->row, panel->rows, work->offset);
+    for (r = 0; r < panel->rows; r++)
+        panel->rstd[r] = nji_host_read_stat(job, &problem->rstd, work->offset[r]);
+    if (want_dx) nji_host_row_means(job, work);
+    for (col = 0; col < job->cols; col += count) {
+        count = nji_host_next_chunk(job, work, col, want_dx);
+        if (!want_dx || count < job->cols)
+            nji_host_fetch(job, work, &job->dy, col, count, work->other, panel->dy);
+        nji_host_fetch_params(job, work, col, count);
+        if (job->want_params) {
+            panel->dgamma = dgamma + col * job->real_size;
+            panel->dbeta = dbeta + col * job->real_size;
+        }
+        if (!want_dx) {
+            job->math->params(panel, count);
+            continue;
+        }
+        nji_host_begin_out(job, work, col);
+        (job->want_params ? job->math->dx_params : job->math->dx)(panel, count);
+        nji_host_end_out(job, work, col, count);
+    }
+}
+
+static void nji_host_forward_part(const nji_host_job *job, int64_t part) {
+    nji_host_work work;
+    int64_t row = part * job->part_rows, end = nji_min_i64(row + job->part_rows, job->rows);
+    work.param_col = -1;
+    for (; row < end; row += job->group) {
+        work.row = row;
+        work.panel.rows = (int)nji_min_i64(job->group, end - row);
+        nji_host_forward_panel(job, &work);
+    }
+    if (job->stream_out) nji_host_fence();
+}
+
+static void nji_host_backward_part(const nji_host_job *job, int64_t part) {
+    nji_host_work work;
+    int64_t row = part * job->part_rows, end = nji_min_i64(row + job->part_rows, job->rows);
+    int64_t bytes = job->cols * job->real_size;
+    char *dgamma = job->want_params ? job->partial + part * 2 * bytes : NULL;
+    if (job->want_params) memset(dgamma, 0, (size_t)(2 * bytes));
+    work.param_col = -1;
+    for (; row < end; row += job->group) {
+        work.row = row;
+        work.panel.rows = (int)nji_min_i64(job->group, end - row);
+        nji_host_backward_panel(job, &work, dgamma, job->want_params ? dgamma + bytes : NULL);
+    }
+    if (job->stream_out) nji_host_fence();
+}
+
+/* ---- parameter gradients -------------------------------------------------------------------- */
+
+/* Adds the parts' sums of some columns in order and in double, then rounds once. */
+static void nji_host_finish_param(const nji_host_job *job, const nji_host_view *view, int which,
+                                  int64_t col, int64_t count) {
+    double sum[NJI_HOST_FINISH_COLS], old[NJI_HOST_FINISH_COLS];
+    int adds = (job->problem->accumulate & (which ? NJ_GRAD_DBETA : NJ_GRAD_DGAMMA)) != 0;
+    int64_t zero = 0, part, done, run, at, step, c;
+    if (!view->data || (adds && job->parts == 0)) return;
+    for (c = 0; c < count; c++) sum[c] = 0;
+    for (part = 0; part < job->parts; part++)
+        job->math->add_wide(
+            sum, job->partial + ((part * 2 + which) * job->cols + col) * job->real_size, count);
+    for (done = 0; done < count; done += run) {
+        char *base;
+        run = nji_host_col_run(job->problem, view->col_stride, col + done, count - done, &at, &step);
+        base = view->data + at * view->type->size;
+        if (adds) {
+            view->type->load[1](base, &zero, step, old, &zero, 1, 1, run, 0);
+            for (c = 0; c < run; c++) sum[done + c] += old[c];
+        }
+        view->type->store[1](sum + done, &zero, 1, base, &zero, step, 1, run, 0);
+    }
+}
+
+static void nji_host_finish_cols(const nji_host_job *job, int64_t block) {
+    int64_t col = block * NJI_HOST_FINISH_COLS;
+    int64_t count = nji_min_i64(NJI_HOST_FINISH_COLS, job->cols - col);
+    nji_host_finish_param(job, &job->dgamma, 0, col, count);
+    nji_host_finish_param(job, &job->dbeta, 1, col, count);
+}
+
+/* ---- the two entries ------------------------------------------------------------------------ */
+
+/* How the rows are split for the parameter gradients. From the sizes alone: the split is part of the
+   result's bits. Workspace: at most 64 parts or 1 MiB, whichever is more, of 2*cols sums. */
+static void nji_host_split(int64_t rows, int64_t cols, int64_t real_size, int64_t *part_rows,
+                           int64_t *parts) {
+    int64_t most = NJI_HOST_PARTIAL_BYTES / 2 / real_size / (cols > 0 ? cols : 1);
+    *parts = rows / NJI_HOST_PART_ROWS;
+    if (*parts < 8) *parts = 8;
+    if (most < NJI_HOST_PARTS) most = NJI_HOST_PARTS;
+    *parts = nji_min_i64(nji_min_i64(*parts, rows), most);
+    *part_rows = *parts ? rows / *parts + (rows % *parts != 0) : 1;
+    *parts = rows / *part_rows + (rows % *part_rows != 0);
+}
+
+static int64_t nji_host_real_size(const nj_desc *desc) {
+    return desc->dtype == NJ_F64 ? (int64_t)sizeof(double) : (int64_t)sizeof(float);
+}
+
+/* Bytes of workspace that nji_host_run needs; -1 when they overflow. From sizes alone. */
 static int64_t nji_host_workspace(const nj_desc *desc, int64_t rows, int64_t cols) {
-    (void)desc; (void)rows; (void)cols; return 0;
+    int64_t part_rows, parts, bytes;
+    if (desc->op != NJ_OP_LAYER_NORM_BACKWARD || !(desc->grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)))
+        return 0;
+    nji_host_split(rows, cols, nji_host_real_size(desc), &part_rows, &parts);
+    if (!nji_mul_i64(parts, 2 * nji_host_real_size(desc), &bytes) || !nji_mul_i64(bytes, cols, &bytes))
+        return -1;
+    return bytes;
 }
+
+static int64_t nji_host_distance(int64_t stride) {
+    return stride < 0 ? -stride : stride;
+}
+
+static nji_host_view nji_host_make_view(const nji_host_job *job, const nji_operand *operand, int dtype,
+                                        int is_wanted) {
+    const nji_problem *problem = job->problem;
+    int row_dims = problem->row_dims, col_dims = problem->col_dims;
+    nji_host_view view;
+    view.data = is_wanted ? (char *)operand->data : NULL;
+    view.row_stride = operand->stride;
+    view.col_stride = operand->stride + row_dims;
+    view.dtype = dtype;
+    view.type = &nji_host_types[dtype];
+    view.packed_cols = col_dims == 0 || (col_dims == 1 && view.col_stride[0] == 1);
+    view.direct = view.data && view.packed_cols && dtype == (job->wide ? NJ_F64 : NJ_F32);
+    view.along_rows = view.data && row_dims && col_dims &&
+                      nji_host_distance(view.row_stride[row_dims - 1]) <
+                          nji_host_distance(view.col_stride[col_dims - 1]);
+    return view;
+}
+
+/* Chooses the shape of panels and parts. */
+static void nji_host_shape_job(nji_host_job *job) {
+    int64_t width, in_cache;
+    int along_rows = job->x.along_rows || job->dy.along_rows || job->out.along_rows;
+    /* where rows lie together, panels are tall: then memory is walked by whole cache lines */
+    job->chunk = NJI_HOST_CHUNK_BYTES / job->real_size / (along_rows ? 8 : 1);
+    width = nji_min_i64(job->chunk, job->cols > 0 ? job->cols : 1);
+    job->pitch = width + NJI_HOST_PAD_BYTES / job->real_size;
+    job->group = nji_min_i64(NJI_HOST_PANEL_BYTES / job->real_size / width, NJI_HOST_ROWS);
+    in_cache = NJI_HOST_GROUP_BYTES / job->real_size / (job->cols > 0 ? job->cols : 1);
+    if (!along_rows && job->group > in_cache) job->group = in_cache > 0 ? in_cache : 1;
+    if (job->want_params) {
+        nji_host_split(job->rows, job->cols, job->real_size, &job->part_rows, &job->parts);
+    } else {
+        job->part_rows = (NJI_HOST_PARALLEL_FROM / width / job->group + 1) * job->group;
+        job->parts = job->rows / job->part_rows + (job->rows % job->part_rows != 0);
+    }
+    job->stream_out = job->isa->stream && job->out.data && job->out.packed_cols &&
+                      job->rows * job->cols * job->x.type->size >= NJI_HOST_STREAM_FROM;
+    if (job->out.data == job->x.data || job->out.data == job->dy.data) job->stream_out = 0;
+}
+
+static void nji_host_for_each(void (*task)(const nji_host_job *, int64_t), const nji_host_job *job,
+                              int64_t count) {
+    int64_t i;
+#ifdef _OPENMP
+    if (count > 1 && job->rows * job->cols >= NJI_HOST_PARALLEL_FROM) {
+#pragma omp parallel for schedule(dynamic)
+        for (i = 0; i < count; i++) task(job, i);
+        return;
+    }
+#endif
+    for (i = 0; i < count; i++) task(job, i);
+}
+
+/* Computes the problem; all is validated and desc has no defaults left. Needs no memory but the
+   workspace (16-byte aligned) and some 45 KB of stack per thread. */
 static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *workspace) {
-    (void)desc; (void)problem; (void)workspace;
+    nji_host_job job;
+    int is_forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
+    unsigned grads = is_forward ? 0 : problem->grads;
+    job.problem = problem;
+    job.isa = nji_host_pick_isa();
+    job.wide = desc->dtype == NJ_F64;
+    job.math = &job.isa->math[job.wide];
+    job.real_size = nji_host_real_size(desc);
+    job.rows = problem->rows;
+    job.cols = problem->cols;
+    job.stat_dtype = (int)desc->stat_dtype;
+    job.partial = (char *)workspace;
+    job.want_params = (grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)) != 0;
+    job.add_to_out = (grads & problem->accumulate & NJ_GRAD_DX) != 0;
+    job.x = nji_host_make_view(&job, &problem->x, (int)desc->dtype, 1);
+    job.dy = nji_host_make_view(&job, &problem->dy, (int)desc->dtype, !is_forward);
+    job.gamma = nji_host_make_view(&job, &problem->gamma, (int)desc->param_dtype, 1);
+    job.beta = nji_host_make_view(&job, &problem->beta, (int)desc->param_dtype, is_forward);
+    job.dgamma = nji_host_make_view(&job, &problem->dgamma, (int)desc->param_dtype,
+                                    (grads & NJ_GRAD_DGAMMA) != 0);
+    job.dbeta = nji_host_make_view(&job, &problem->dbeta, (int)desc->param_dtype,
+                                   (grads & NJ_GRAD_DBETA) != 0);
+    job.out = is_forward ? nji_host_make_view(&job, &problem->y, (int)desc->dtype, 1)
+                         : nji_host_make_view(&job, &problem->dx, (int)desc->dtype,
+                                              (grads & NJ_GRAD_DX) != 0);
+    nji_host_shape_job(&job);
+    nji_host_for_each(is_forward ? nji_host_forward_part : nji_host_backward_part, &job, job.parts);
+    if (job.want_params)
+        nji_host_for_each(nji_host_finish_cols, &job, nji_ceil_div(job.cols, NJI_HOST_FINISH_COLS));
 }
-static void nji_host_describe(char *text, size_t size) { snprintf(text, size, "host"); }
-static void nji_host_sku(const nj_desc *desc, const nji_problem *problem, nj_sku *out) {
-    (void)desc; (void)problem;
+
+static void nji_host_describe(char *text, size_t size) {
+#ifdef _OPENMP
+    const char *threads = "OpenMP";
+#else
+    const char *threads = "one thread";
+#endif
+    snprintf(text, size, "host: %s, %s", nji_host_pick_isa()->name, threads);
+}
+
+/* The fields that the backend knows. */
+static void nji_host_sku(const nj_desc *desc, nj_sku *out) {
+    const nji_host_isa *isa = nji_host_pick_isa();
     out->source = NJ_SOURCE_HOST;
+    out->vector_bytes = isa->vector_bytes;
+    snprintf(out->kernel, sizeof out->kernel, "nji_host_%s",
+             desc->op == NJ_OP_LAYER_NORM_FORWARD ? "forward" : "backward");
 }
