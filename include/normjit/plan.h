@@ -511,7 +511,7 @@ NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *o
     out->grads = (int32_t)plan->desc.grads;
     out->accumulate = (int32_t)plan->desc.accumulate;
     if (plan->backend == NJ_BACKEND_HOST) {
-        nji_host_sku(&plan->desc, &problem, out);
+        nji_host_sku(&plan->desc, out);
     } else {
         nji_cuda_sku(&plan->ctx->cuda, &plan->cuda, &problem, out);
     }
