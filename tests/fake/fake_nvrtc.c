@@ -147,7 +147,7 @@ static void make_image(program *p, const char *target, uint64_t hash) {
     free(p->image);
     p->image = calloc(1, room);
     if (p->is_ptx) {
-        used = (size_t)snprintf(p->image, room, "// %016llx\n.version 8.0\n.target %s\n",
+        used = (size_t)snprintf(p->image, room, "// %016llx\n.version 8.0\n.target sm_%s\n",
                                 (unsigned long long)hash, target + 8);
         used += (size_t)snprintf(p->image + used, room - used, "// %s", p->source);
     } else {
