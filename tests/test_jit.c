@@ -87,7 +87,7 @@ static int tear_down(void **state) {
 
 /* "<scratch>/<name>", in one of a few buffers that are used in turn. */
 static const char *in_scratch(const char *name) {
-    static char paths[8][256];
+    static char paths[8][512];
     static int turn;
     char *path = paths[turn++ % 8];
     snprintf(path, sizeof paths[0], "%s/%s", scratch, name);
