@@ -793,6 +793,7 @@ static double nji_host_read_stat(const nji_host_job *job, const nji_operand *sta
     static const int64_t zero = 0;
     const nji_host_type *type = &nji_host_types[job->stat_dtype];
     double value;
+    if (!stat->data) return 0; /* dbeta alone: no statistic is given, none matters */
     type->load[1]((const char *)stat->data + offset * type->size, &zero, 1, &value, &zero, 1, 1, 1, 0);
     return value;
 }
@@ -1088,7 +1089,8 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
     job.partial = (char *)workspace;
     job.want_params = (grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)) != 0;
     job.add_to_out = (grads & problem->accumulate & NJ_GRAD_DX) != 0;
-    job.x = nji_host_make_view(&job, &problem->x, (int)desc->dtype, 1);
+    /* dbeta alone comes without x: dy stands in for it, and what is made of it goes nowhere */
+    job.x = nji_host_make_view(&job, problem->x.data ? &problem->x : &problem->dy, (int)desc->dtype, 1);
     job.dy = nji_host_make_view(&job, &problem->dy, (int)desc->dtype, !is_forward);
     job.gamma = nji_host_make_view(&job, &problem->gamma, (int)desc->param_dtype, 1);
     job.beta = nji_host_make_view(&job, &problem->beta, (int)desc->param_dtype, is_forward);
