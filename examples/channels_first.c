@@ -2,9 +2,9 @@
    data as it lies. Then the same over every second row of the images, x[:, :, ::2, :], written
    channels-last. On the GPU when there is one, else on the host.
 
-     cc -o channels_first examples/channels_first.c -lm -ldl -lpthread */
+     cc -Iinclude -o channels_first examples/channels_first.c -lm -ldl -lpthread */
 #define NORMJIT_IMPLEMENTATION
-#include "../include/normjit.h"
+#include "normjit.h"
 
 #include "gpu.h"
 

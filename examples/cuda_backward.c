@@ -2,10 +2,10 @@
    to the context that is current and runs on the program's own stream. The gradients are compared
    with a loop in C. Needs the CUDA toolkit's header and a driver.
 
-     cc -I/usr/local/cuda/include -o cuda_backward examples/cuda_backward.c \
+     cc -Iinclude -I/usr/local/cuda/include -o cuda_backward examples/cuda_backward.c \
         -L/usr/local/cuda/lib64/stubs -lcuda -lm -ldl -lpthread */
 #define NORMJIT_IMPLEMENTATION
-#include "../include/normjit.h"
+#include "normjit.h"
 
 #include <cuda.h>
 #include <float.h>

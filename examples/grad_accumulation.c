@@ -1,9 +1,9 @@
 /* Gradient accumulation: two micro-batches add their parameter gradients to the same buffers, and
    the sum is compared with the gradients of the whole batch.
 
-     cc -o grad_accumulation examples/grad_accumulation.c -lm -ldl -lpthread */
+     cc -Iinclude -o grad_accumulation examples/grad_accumulation.c -lm -ldl -lpthread */
 #define NORMJIT_IMPLEMENTATION
-#include "../include/normjit.h"
+#include "normjit.h"
 
 #include <float.h>
 
@@ -98,8 +98,12 @@ int main(void) {
        2 sqrt(ROWS), and sqrt(ROWS) roundings of those in either order. */
     tolerance = 2.0 * 2.0 * ROWS * FLT_EPSILON;
     for (i = 0; i < COLS; i++) {
-        worst = larger(worst, fabs((double)dgamma[i] - (double)whole_dgamma[i]));
+        double sum = 0; /* dbeta by its definition */
+        int r;
+        for (r = 0; r < ROWS; r++) sum += dy[r * COLS + i];
+        worst = larger(worst, fabs(dbeta[i] - sum));
         worst = larger(worst, fabs((double)dbeta[i] - (double)whole_dbeta[i]));
+        worst = larger(worst, fabs((double)dgamma[i] - (double)whole_dgamma[i]));
     }
     printf("dgamma %.5f %.5f ...  whole batch %.5f %.5f ...\n", dgamma[0], dgamma[1],
            whole_dgamma[0], whole_dgamma[1]);

@@ -1,8 +1,8 @@
 /* LayerNorm forward and backward on the host.
 
-     cc -o hello_host examples/hello_host.c -lm -ldl -lpthread */
+     cc -Iinclude -o hello_host examples/hello_host.c -lm -ldl -lpthread */
 #define NORMJIT_IMPLEMENTATION
-#include "../include/normjit.h"
+#include "normjit.h"
 
 enum { ROWS = 4, COLS = 8 };
 

@@ -203,13 +203,18 @@ template <int LANES> NJI_INLINE nji_real nji_lanes_sum_split(nji_real a, nji_rea
     return nji_lanes_sum<LANES / 2>(kept);
 }
 
-// ---- square root --------------------------------------------------------------------------------
+// ---- moments --------------------------------------------------------------------------------
 
 NJI_INLINE float nji_rsqrt(float value) {
     return 1.0f / sqrtf(value);
 }
 NJI_INLINE double nji_rsqrt(double value) {
     return 1.0 / sqrt(value);
+}
+
+// What rounding took from a mean; nothing where the mean is infinite, so that it stays so.
+NJI_INLINE nji_real nji_shift_of(nji_real value) {
+    return value == value ? value : 0;
 }
 
 // ---- clusters (sm_90 and later) -----------------------------------------------------------------

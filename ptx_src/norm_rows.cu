@@ -66,9 +66,9 @@ NJI_INLINE void nji_load_params(const nji_operand &operand, const nji_place &pla
     }
 }
 
-NJI_INLINE void nji_load_row(const nji_problem &p, const nji_operand &operand, const nji_place &place,
-                             nji_i64 row, nji_pack_x out[NJI_CHUNKS]) {
-    const NJI_X *from = (const NJI_X *)operand.data + nji_row_offset(p, operand, row);
+NJI_INLINE void nji_load_row(const nji_operand &operand, nji_i64 at, const nji_place &place,
+                             nji_pack_x out[NJI_CHUNKS]) {
+    const NJI_X *from = (const NJI_X *)operand.data + at;
 #pragma unroll
     for (int k = 0; k < NJI_CHUNKS; k++) {
         const int column = nji_column(place, k);
@@ -127,8 +127,9 @@ NJI_INLINE void nji_row_sums(nji_real &a, nji_real &b, int &turn) {
 #endif
 }
 
-// No block of a cluster may end while a peer still writes to it.
-NJI_INLINE void nji_leave() {
+// A block's shared memory may be written by its peers only between its start and its end: all blocks of
+// a cluster meet at both.
+NJI_INLINE void nji_meet() {
 #if NJI_CLUSTER
     nji_cluster_sync();
 #endif
@@ -172,7 +173,7 @@ NJI_INLINE void nji_moments(const nji_place &place, const nji_pack_x x[NJI_CHUNK
         }
     }
     nji_row_sums(first, second, turn);
-    shift = first / count;
+    shift = nji_shift_of(first / count);
     squares = second - first * shift;
 }
 
@@ -182,10 +183,10 @@ NJI_INLINE nji_real nji_rstd_of(nji_real squares, nji_real eps) {
     return nji_rsqrt(variance + eps);
 }
 
-NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i64 row,
+NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i64 at,
                             const nji_pack_x x[NJI_CHUNKS], nji_real center, nji_real shift,
                             nji_real rstd) {
-    NJI_X *to = (NJI_X *)p.y.data + nji_row_offset(p, p.y, row);
+    NJI_X *to = (NJI_X *)p.y.data + at;
 #pragma unroll
     for (int k = 0; k < NJI_CHUNKS; k++) {
         const int column = nji_column(place, k);
@@ -213,30 +214,26 @@ NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i6
     }
 }
 
-NJI_INLINE void nji_write_stats(const nji_problem &p, nji_i64 row, nji_real mean, nji_real rstd) {
-    nji_store_stat(p, p.mean, row, mean);
-    nji_store_stat(p, p.rstd, row, rstd);
-}
-
 #if NJI_SLICES == 1 || NJI_CLUSTER
 
 // y, mean, rstd. One row for each NJI_LANES threads of each cluster; rows >= 1; y may be x.
 NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {
     const nji_place place = nji_my_place();
     int turn = 0;
+    nji_meet();
     for (nji_i64 base = place.first; base < p.rows; base += place.step) {
         const bool is_row = base + place.group < p.rows;
-        const nji_i64 row = is_row ? base + place.group : base;
+        const nji_offsets at = nji_row_offsets(p, p.y, is_row ? base + place.group : base);
         nji_pack_x x[NJI_CHUNKS];
         nji_real center, shift, squares;
-        nji_load_row(p, p.x, place, row, x);
+        nji_load_row(p.x, at.x, place, x);
         nji_moments(place, x, (nji_real)NJI_COLS, center, shift, squares, turn);
         const nji_real rstd = nji_rstd_of(squares, (nji_real)p.eps);
         if (!is_row) continue;
-        nji_write_y(p, place, row, x, center, shift, rstd);
-        if (place.lane == 0 && place.slice == 0) nji_write_stats(p, row, center + shift, rstd);
+        nji_write_y(p, place, at.out, x, center, shift, rstd);
+        if (place.lane == 0 && place.slice == 0) nji_write_stats(p, at, center + shift, rstd);
     }
-    nji_leave();
+    nji_meet();
 }
 
 #else
@@ -249,7 +246,7 @@ NJI_KERNEL nj_split_forward_sums(NJI_PARAMETER p) {
     for (nji_i64 row = place.first; row < p.rows; row += place.step) {
         nji_pack_x x[NJI_CHUNKS];
         nji_real center, shift, squares;
-        nji_load_row(p, p.x, place, row, x);
+        nji_load_row(p.x, nji_row_offsets(p, p.y, row).x, place, x);
         nji_moments(place, x, nji_slice_cols(place.slice), center, shift, squares, turn);
         if (place.lane == 0) {
             sums[(row * NJI_SLICES + place.slice) * 2] = center + shift;
@@ -264,19 +261,20 @@ NJI_KERNEL nj_split_forward_write(NJI_PARAMETER p) {
     const nji_place place = nji_my_place();
     for (nji_i64 row = place.first; row < p.rows; row += place.step) {
         const nji_real *sums = (const nji_real *)p.sums + row * NJI_SLICES * 2;
+        const nji_offsets at = nji_row_offsets(p, p.y, row);
         const nji_real center = sums[0];
         nji_pack_x x[NJI_CHUNKS];
         nji_real shift = 0, squares = 0;
-        nji_load_row(p, p.x, place, row, x);
+        nji_load_row(p.x, at.x, place, x);
         for (int s = 0; s < NJI_SLICES; s++) shift += nji_slice_cols(s) * (sums[2 * s] - center);
-        shift /= (nji_real)NJI_COLS;
+        shift = nji_shift_of(shift / (nji_real)NJI_COLS);
         for (int s = 0; s < NJI_SLICES; s++) {
             const nji_real d = (sums[2 * s] - center) - shift;
             squares += sums[2 * s + 1] + nji_slice_cols(s) * d * d;
         }
         const nji_real rstd = nji_rstd_of(squares, (nji_real)p.eps);
-        nji_write_y(p, place, row, x, center, shift, rstd);
-        if (place.lane == 0 && place.slice == 0) nji_write_stats(p, row, center + shift, rstd);
+        nji_write_y(p, place, at.out, x, center, shift, rstd);
+        if (place.lane == 0 && place.slice == 0) nji_write_stats(p, at, center + shift, rstd);
     }
 }
 
@@ -293,16 +291,19 @@ NJI_KERNEL nj_split_forward_write(NJI_PARAMETER p) {
 struct nji_row {
     nji_pack_x x[NJI_CHUNKS], dy[NJI_CHUNKS];
     nji_real mean, rstd;
+    nji_i64 out; // offset in dx
 };
 
 // A row past the end is all zeros: it adds nothing.
 NJI_INLINE void nji_load(const nji_problem &p, const nji_place &place, nji_i64 row, nji_row &out) {
     if (row < p.rows) {
-        nji_load_row(p, p.dy, place, row, out.dy);
+        const nji_offsets at = nji_row_offsets(p, p.dx, row);
+        out.out = at.out;
+        nji_load_row(p.dy, at.dy, place, out.dy);
         if (NJI_WANT_X) {
-            nji_load_row(p, p.x, place, row, out.x);
-            out.mean = nji_load_stat(p, p.mean, row);
-            out.rstd = nji_load_stat(p, p.rstd, row);
+            nji_load_row(p.x, at.x, place, out.x);
+            out.mean = nji_load_any(p.mean.data, at.mean, NJI_STAT_CODE);
+            out.rstd = nji_load_any(p.rstd.data, at.rstd, NJI_STAT_CODE);
         }
     } else {
 #pragma unroll
@@ -311,6 +312,7 @@ NJI_INLINE void nji_load(const nji_problem &p, const nji_place &place, nji_i64 r
             out.dy[k].zero();
         }
         out.mean = out.rstd = 0;
+        out.out = 0;
     }
 }
 
@@ -352,13 +354,13 @@ NJI_INLINE void nji_add_row(const nji_place &place, const nji_row &row,
     }
 }
 
-// dx = rstd*(g - sum_g/cols - xhat*sum_gx/cols), as two fused steps.
-NJI_INLINE void nji_write_dx(const nji_problem &p, const nji_place &place, nji_i64 at,
-                             const nji_row &row, const nji_real gamma[NJI_CHUNKS][NJI_VEC],
+// dx = rstd*(g - sum_g/cols - xhat*sum_gx/cols). The differences come before the product: they are
+// exactly 0 where the terms agree, as with one column.
+NJI_INLINE void nji_write_dx(const nji_problem &p, const nji_place &place, const nji_row &row,
+                             const nji_real gamma[NJI_CHUNKS][NJI_VEC],
                              nji_real sum_g, nji_real sum_gx) {
-    const nji_real a = -row.rstd * (sum_gx / (nji_real)NJI_COLS);
-    const nji_real b = -row.rstd * (sum_g / (nji_real)NJI_COLS);
-    NJI_X *to = (NJI_X *)p.dx.data + nji_row_offset(p, p.dx, at);
+    const nji_real mean_g = sum_g / (nji_real)NJI_COLS, mean_gx = sum_gx / (nji_real)NJI_COLS;
+    NJI_X *to = (NJI_X *)p.dx.data + row.out;
 #pragma unroll
     for (int k = 0; k < NJI_CHUNKS; k++) {
         const int column = nji_column(place, k);
@@ -367,7 +369,7 @@ NJI_INLINE void nji_write_dx(const nji_problem &p, const nji_place &place, nji_i
         if (!nji_is_column(column)) continue;
         nji_terms(row, k, gamma[k], xhat, dy, g);
 #pragma unroll
-        for (int i = 0; i < NJI_VEC; i++) dy[i] = g[i] * row.rstd + (xhat[i] * a + b);
+        for (int i = 0; i < NJI_VEC; i++) dy[i] = row.rstd * (g[i] - mean_g - xhat[i] * mean_gx);
         if (NJI_ACCUMULATE & 1) {
             nji_real old[NJI_VEC];
             out.load(to + column);
@@ -412,10 +414,10 @@ NJI_INLINE void nji_write_part(const nji_problem &p, const nji_place &place,
 #endif
 #pragma unroll
     for (int k = 0; k < NJI_CHUNKS; k++) {
+        nji_pack<nji_real, NJI_VEC> out;
         const int column = nji_column(place, k);
-        if (!nji_is_column(column)) continue;
-#pragma unroll
-        for (int i = 0; i < NJI_VEC; i++) to[column + i] = gradient[k][i];
+        out.narrow(gradient[k]);
+        if (nji_is_column(column)) out.store(to + column);
     }
 }
 
@@ -447,6 +449,7 @@ NJI_KERNEL nj_rows_backward(NJI_PARAMETER p) {
     int turn = 0;
     if (NJI_PREFETCH) nji_load(p, place, place.first + place.group, next);
     nji_start(p, place, gamma, gradients);
+    nji_meet();
     for (nji_i64 base = place.first; base < p.rows; base += place.step) {
         const nji_i64 at = base + place.group;
         nji_real sum_g, sum_gx;
@@ -456,11 +459,11 @@ NJI_KERNEL nj_rows_backward(NJI_PARAMETER p) {
         nji_add_row(place, row, gamma, gradients, sum_g, sum_gx);
         if (NJI_WANT_DX) {
             nji_row_sums(sum_g, sum_gx, turn);
-            if (at < p.rows) nji_write_dx(p, place, at, row, gamma, sum_g, sum_gx);
+            if (at < p.rows) nji_write_dx(p, place, row, gamma, sum_g, sum_gx);
         }
     }
     nji_write_parts(p, place, gradients);
-    nji_leave();
+    nji_meet();
 }
 
 #else
@@ -506,7 +509,7 @@ NJI_KERNEL nj_split_backward_write(NJI_PARAMETER p) {
             sum_g += sums[2 * s];
             sum_gx += sums[2 * s + 1];
         }
-        nji_write_dx(p, place, at, row, gamma, sum_g, sum_gx);
+        nji_write_dx(p, place, row, gamma, sum_g, sum_gx);
     }
 }
 

@@ -54,38 +54,34 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_for
     const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;
     for (nji_i64 base = (nji_i64)blockIdx.x * p.row_lanes; base < p.rows; base += step) {
         const bool is_row = base + place.row_lane < p.rows;
-        const nji_i64 row = is_row ? base + place.row_lane : base;
-        const nji_i64 x_row = nji_row_offset(p, p.x, row), y_row = nji_row_offset(p, p.y, row);
+        const nji_offsets at = nji_row_offsets(p, p.y, is_row ? base + place.row_lane : base);
         nji_real sum = 0, unused = 0, first = 0, second = 0;
 #pragma unroll 4
         for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {
-            sum += nji_load_at(p, p.x, x_row, col);
+            sum += nji_load_at(p, p.x, at.x, col);
         }
         nji_row_sums(place, sum, unused);
         // Two passes: one pass cancels when |mean| >> std. shift is what rounding took from center.
         const nji_real center = sum / (nji_real)p.cols;
 #pragma unroll 4
         for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {
-            const nji_real d = nji_load_at(p, p.x, x_row, col) - center;
+            const nji_real d = nji_load_at(p, p.x, at.x, col) - center;
             first += d;
             second += d * d;
         }
         nji_row_sums(place, first, second);
-        const nji_real shift = first / (nji_real)p.cols;
+        const nji_real shift = nji_shift_of(first / (nji_real)p.cols);
         nji_real variance = (second - first * shift) / (nji_real)p.cols;
         if (variance < 0) variance = 0; // by rounding; NaN stays
         const nji_real rstd = nji_rsqrt(variance + (nji_real)p.eps);
         if (!is_row) continue;
         for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {
-            const nji_real xhat = ((nji_load_at(p, p.x, x_row, col) - center) - shift) * rstd;
+            const nji_real xhat = ((nji_load_at(p, p.x, at.x, col) - center) - shift) * rstd;
             const nji_real y = xhat * nji_load_param(p, p.gamma, col, 1) +
                                nji_load_param(p, p.beta, col, 0);
-            nji_narrow(y, (NJI_X *)p.y.data + y_row + nji_col_offset(p, p.y, col));
+            nji_narrow(y, (NJI_X *)p.y.data + at.out + nji_col_offset(p, p.y, col));
         }
-        if (place.col_lane == 0) {
-            nji_store_stat(p, p.mean, row, center + shift);
-            nji_store_stat(p, p.rstd, row, rstd);
-        }
+        if (place.col_lane == 0) nji_write_stats(p, at, center + shift, rstd);
     }
 }
 
@@ -96,26 +92,24 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_bac
     const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;
     for (nji_i64 base = (nji_i64)blockIdx.x * p.row_lanes; base < p.rows; base += step) {
         const bool is_row = base + place.row_lane < p.rows;
-        const nji_i64 row = is_row ? base + place.row_lane : base;
-        const nji_i64 x_row = nji_row_offset(p, p.x, row), dy_row = nji_row_offset(p, p.dy, row);
-        const nji_i64 dx_row = nji_row_offset(p, p.dx, row);
-        const nji_real mean = nji_load_stat(p, p.mean, row), rstd = nji_load_stat(p, p.rstd, row);
+        const nji_offsets at = nji_row_offsets(p, p.dx, is_row ? base + place.row_lane : base);
+        const nji_real mean = nji_load_any(p.mean.data, at.mean, p.stat_dtype);
+        const nji_real rstd = nji_load_any(p.rstd.data, at.rstd, p.stat_dtype);
         nji_real sum_g = 0, sum_gx = 0;
 #pragma unroll 4
         for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {
-            const nji_real g = nji_load_at(p, p.dy, dy_row, col) * nji_load_param(p, p.gamma, col, 1);
+            const nji_real g = nji_load_at(p, p.dy, at.dy, col) * nji_load_param(p, p.gamma, col, 1);
             sum_g += g;
-            sum_gx += g * ((nji_load_at(p, p.x, x_row, col) - mean) * rstd);
+            sum_gx += g * ((nji_load_at(p, p.x, at.x, col) - mean) * rstd);
         }
         nji_row_sums(place, sum_g, sum_gx);
-        const nji_real a = -rstd * (sum_gx / (nji_real)p.cols);
-        const nji_real b = -rstd * (sum_g / (nji_real)p.cols);
+        const nji_real mean_g = sum_g / (nji_real)p.cols, mean_gx = sum_gx / (nji_real)p.cols;
         if (!is_row) continue;
         for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {
-            const nji_real g = nji_load_at(p, p.dy, dy_row, col) * nji_load_param(p, p.gamma, col, 1);
-            const nji_real xhat = (nji_load_at(p, p.x, x_row, col) - mean) * rstd;
-            NJI_X *out = (NJI_X *)p.dx.data + dx_row + nji_col_offset(p, p.dx, col);
-            nji_real dx = g * rstd + (xhat * a + b);
+            const nji_real g = nji_load_at(p, p.dy, at.dy, col) * nji_load_param(p, p.gamma, col, 1);
+            const nji_real xhat = (nji_load_at(p, p.x, at.x, col) - mean) * rstd;
+            NJI_X *out = (NJI_X *)p.dx.data + at.out + nji_col_offset(p, p.dx, col);
+            nji_real dx = rstd * (g - mean_g - xhat * mean_gx);
             if (p.accumulate & NJI_DX) dx += nji_widen(*out);
             nji_narrow(dx, out);
         }
@@ -137,13 +131,14 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_par
         const nji_i64 x_col = wants_gamma ? nji_col_offset(p, p.x, col) : 0;
 #pragma unroll 4
         for (nji_i64 row = from + place.row_lane; row < to; row += p.row_lanes) {
-            const NJI_X *dy_at = (const NJI_X *)p.dy.data + nji_row_offset(p, p.dy, row) + dy_col;
-            const nji_real dy = nji_widen(*dy_at);
+            const nji_offsets at = nji_row_offsets(p, p.dx, row);
+            const nji_real dy = nji_widen(((const NJI_X *)p.dy.data)[at.dy + dy_col]);
             beta += dy;
             if (wants_gamma) {
-                const NJI_X *x_at = (const NJI_X *)p.x.data + nji_row_offset(p, p.x, row) + x_col;
-                const nji_real mean = nji_load_stat(p, p.mean, row);
-                gamma += dy * ((nji_widen(*x_at) - mean) * nji_load_stat(p, p.rstd, row));
+                const nji_real x = nji_widen(((const NJI_X *)p.x.data)[at.x + x_col]);
+                const nji_real mean = nji_load_any(p.mean.data, at.mean, p.stat_dtype);
+                const nji_real rstd = nji_load_any(p.rstd.data, at.rstd, p.stat_dtype);
+                gamma += dy * ((x - mean) * rstd);
             }
         }
     }

@@ -524,13 +524,8 @@ static inline void make_args(problem *p, unsigned char *image) {
     p->args.dbeta = tensor_of(&p->op[DBETA], image);
 }
 
-/* A plan for op, its workspace between guards, and on a GPU room for the image. */
-static inline void select_plan(problem *p, nj_op op, const nj_preference *preference) {
-    nj_desc desc;
-    p->desc.op = op;
-    desc = p->desc;
-    if (op == NJ_OP_LAYER_NORM_FORWARD) desc.grads = desc.accumulate = 0;
-    require_ok(nj_plan_select(&p->plan, bed.ctx, &desc, preference));
+/* Memory for one run of p->plan at a time: a workspace between guards, on a GPU also the image. */
+static inline void make_room(problem *p) {
     p->workspace_bytes = nj_plan_workspace_size(p->plan);
     p->workspace_block_bytes =
         (p->workspace_bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + 2 * ALIGNMENT;
@@ -549,6 +544,32 @@ static inline void select_plan(problem *p, nj_op op, const nj_preference *prefer
     make_args(p, bed.on_gpu ? p->device : p->image);
 }
 
+/* Checks the workspace's guards. */
+static inline void release_room(problem *p) {
+    const size_t first = (size_t)(p->workspace - p->workspace_block);
+    unsigned char *copy = p->workspace_block;
+    if (bed.on_gpu) {
+        copy = (unsigned char *)malloc(p->workspace_block_bytes);
+        require_gpu_ok(gpu_download(&bed.gpu, copy, p->workspace_block, p->workspace_block_bytes));
+        gpu_free(&bed.gpu, p->workspace_block);
+        gpu_free(&bed.gpu, p->device);
+    }
+    for (size_t i = 0; i < p->workspace_block_bytes; i++) {
+        if (i >= first && i < first + p->workspace_bytes) continue;
+        if (copy[i] != POISON) fail_msg("byte %zu around the workspace was written", i);
+    }
+    free(copy);
+}
+
+static inline void select_plan(problem *p, nj_op op) {
+    nj_desc desc;
+    p->desc.op = op;
+    desc = p->desc;
+    if (op == NJ_OP_LAYER_NORM_FORWARD) desc.grads = desc.accumulate = 0;
+    require_ok(nj_plan_select(&p->plan, bed.ctx, &desc, NULL));
+    make_room(p);
+}
+
 static inline void upload(problem *p) {
     if (bed.on_gpu) require_gpu_ok(gpu_upload(&bed.gpu, p->device, p->image, p->bytes));
 }
@@ -562,22 +583,9 @@ static inline void launch(problem *p) {
                            p->workspace_bytes, bed.gpu.stream));
 }
 
-/* The workspace's guards are checked here. */
 static inline void release_plan(problem *p) {
-    const size_t first = (size_t)(p->workspace - p->workspace_block);
-    unsigned char *copy = p->workspace_block;
     if (!p->plan) return;
-    if (bed.on_gpu) {
-        copy = (unsigned char *)malloc(p->workspace_block_bytes);
-        require_gpu_ok(gpu_download(&bed.gpu, copy, p->workspace_block, p->workspace_block_bytes));
-        gpu_free(&bed.gpu, p->workspace_block);
-        gpu_free(&bed.gpu, p->device);
-    }
-    for (size_t i = 0; i < p->workspace_block_bytes; i++) {
-        if (i >= first && i < first + p->workspace_bytes) continue;
-        if (copy[i] != POISON) fail_msg("byte %zu around the workspace was written", i);
-    }
-    free(copy);
+    release_room(p);
     nj_plan_destroy(p->plan);
     p->plan = NULL;
 }
@@ -605,11 +613,11 @@ static inline void poison_outputs(problem *p) {
     }
 }
 
-/* Selects, runs once on the image, releases. */
+/* Poisons the outputs, selects, runs once on the image, releases. */
 static inline void run_once(problem *p, nj_op op) {
     p->desc.op = op;
     poison_outputs(p);
-    select_plan(p, op, NULL);
+    select_plan(p, op);
     upload(p);
     launch(p);
     download(p);
@@ -790,7 +798,6 @@ static inline void check_run(problem *p, nj_op op, expectation *e) {
     unsigned char *before;
     p->desc.op = op;
     expect_accumulation(p, e);
-    poison_outputs(p);
     before = copy_image(p);
     run_once(p, op);
     compare_image(p, before, e);

@@ -739,7 +739,7 @@ static void a_captured_backward_replays_with_new_gradients(void **state) {
         open_problem(&p, &desc);
         fill_problem(&p, i);
         set_statistics(&p);
-        select_plan(&p, NJ_OP_LAYER_NORM_BACKWARD, NULL);
+        select_plan(&p, NJ_OP_LAYER_NORM_BACKWARD);
         require_gpu_ok(gpu_capture_begin(&bed.gpu));
         launch(&p);
         graph = gpu_capture_end(&bed.gpu);
@@ -761,7 +761,7 @@ static void a_captured_forward_replays_with_new_inputs(void **state) {
     need_gpu();
     open_problem(&p, &desc);
     fill_problem(&p, 1);
-    select_plan(&p, NJ_OP_LAYER_NORM_FORWARD, NULL);
+    select_plan(&p, NJ_OP_LAYER_NORM_FORWARD);
     require_gpu_ok(gpu_capture_begin(&bed.gpu));
     launch(&p);
     graph = gpu_capture_end(&bed.gpu);

@@ -97,7 +97,7 @@ static int examine_devices(const char *cache_dir) {
     if (device == 0) {
         printf("CUDA device\n    none: %s\n", g.error);
     } else if (!worked) {
-        printf("    advice: needs sm_75 (Turing) or newer and a driver for CUDA 11 or newer\n");
+        printf("    advice: needs sm_75 (Turing) or newer and a driver for CUDA 11.4 or newer\n");
     }
     return worked;
 }

@@ -36,15 +36,15 @@ static int same_choice(const nji_choice *a, const nji_choice *b) {
 static int candidates(const nj_desc *desc, int64_t rows, int64_t cols, const nji_device_facts *facts,
                       candidate *out) {
     static const int elements[] = {4, 8, 16, 24, 32};
-    static const int resident[] = {256, 384, 512, 768, 1024, 1536, 2048};
+    static const int resident[] = {256, 384, 512, 768, 1024, 2048};
     static const int lanes[] = {32, 128, 256, 512, 1024};
-    static const int threads[] = {64, 128, 256, 512};
+    static const int threads[] = {64, 128, 256};
     int forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
     int count = 0, e, r, l, t, p, i;
     for (e = 0; e < 5; e++)
-        for (r = 0; r < 7; r++)
+        for (r = 0; r < 6; r++)
             for (l = 0; l < 5; l++)
-                for (t = 0; t < 4; t++)
+                for (t = 0; t < 3; t++)
                     for (p = 0; p < 2; p++) {
                         candidate *c = &out[count];
                         nj_preference pref;
@@ -273,7 +273,7 @@ int main(int argc, char **argv) {
                 plan->workspace_bytes = (size_t)nji_workspace_of(&c->choice);
                 status = nji_cuda_select_rows(&ctx->cuda, &plan->cuda, cols, "tune");
             }
-            if (status != NJ_OK) { printf("%s\n", nj_last_error()); continue; }
+            if (status != NJ_OK) return printf("%s\n", nj_last_error()), 1;
             gpu_capture_begin(&g);
             for (k2 = 0; k2 < CALLS && status == NJ_OK; k2++) {
                 nj_args args;
@@ -292,9 +292,7 @@ int main(int argc, char **argv) {
             }
             exec = gpu_capture_end(&g);
             if (status != NJ_OK || !exec) {
-                printf("failed: %s %s\n", nj_last_error(), g.error);
-                if (c) c->us = 1e9f;
-                continue;
+                return printf("failed: %s %s\n", nj_last_error(), g.error), 1;
             }
             us = replay(&g, exec);
             gpu_graph_free(&g, exec);

@@ -12,9 +12,13 @@
 #if (defined(__GNUC__) && __GNUC__ >= 9) || defined(__clang__)
 #define NJI_HOST_VECTORS 1
 #define NJI_ALWAYS_INLINE inline __attribute__((always_inline))
+#define NJI_CACHE_ALIGNED __attribute__((aligned(64)))
+#define NJI_PREFETCH(address) __builtin_prefetch(address)
 #else
 #define NJI_HOST_VECTORS 0
 #define NJI_ALWAYS_INLINE inline
+#define NJI_CACHE_ALIGNED
+#define NJI_PREFETCH(address) ((void)0)
 #endif
 
 #if NJI_HOST_VECTORS && defined(__x86_64__)
@@ -170,7 +174,8 @@ typedef struct nji_host_panel {
     void *out[NJI_HOST_ROWS];                         /* y or dx; may be x or dy */
     const void *gamma, *beta;                         /* the chunk of each; never null */
     void *dgamma, *dbeta;                             /* partial sums of the chunk, added to */
-    int rows;
+    int64_t x_ahead, dy_ahead; /* bytes from a row of x, dy to the row to prefetch; 0: none */
+    int begin, end; /* the rows in hand */
     /* By row. The sums grow from chunk to chunk; in double, so chunks add no error of their own. */
     double sum[NJI_HOST_ROWS], square[NJI_HOST_ROWS];
     double center[NJI_HOST_ROWS]; /* of type real: the mean, or close to it */
@@ -211,12 +216,21 @@ typedef float nji_float1;
 typedef double nji_double1;
 #endif
 
-/* The sum of a vector's lanes, by halves. */
-#define NJI_LANES_1(v, i) (v)
-#define NJI_LANES_2(v, i) ((v)[i] + (v)[i + 1])
-#define NJI_LANES_4(v, i) (((v)[i] + (v)[i + 2]) + ((v)[i + 1] + (v)[i + 3]))
-#define NJI_LANES_8(v, i) (NJI_LANES_4(v, i) + NJI_LANES_4(v, i + 4))
-#define NJI_LANES_16(v, i) (NJI_LANES_8(v, i) + NJI_LANES_8(v, i + 8))
+/* The sum of a vector's lanes: of its pieces of 16 bytes first, then of the lanes of one. */
+#define NJI_PIECES_1(p) ((p)[0])
+#define NJI_PIECES_2(p) ((p)[0] + (p)[1])
+#define NJI_PIECES_4(p) (NJI_PIECES_2(p) + NJI_PIECES_2((p) + 2))
+#if NJI_HOST_VECTORS
+typedef nji_float4 nji_float_piece;
+typedef nji_double2 nji_double_piece;
+#define NJI_LANES_float(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
+#define NJI_LANES_double(v) ((v)[0] + (v)[1])
+#else
+typedef float nji_float_piece;
+typedef double nji_double_piece;
+#define NJI_LANES_float(v) (v)
+#define NJI_LANES_double(v) (v)
+#endif
 
 #define NJI_AT(vec, pointer) (*(vec *)(pointer))
 #define NJI_READ(vec, pointer) (*(const vec *)(pointer))
@@ -225,6 +239,10 @@ typedef double nji_double1;
 #define NJI_HOST_BACKWARD_STEP(vec, k, lanes)                                                          \
     {                                                                                                  \
         vec t = NJI_READ(vec, dy + (k) * (lanes));                                                     \
+        if ((k) * (lanes) * sizeof(*x) % 64 == 0) {                                                    \
+            NJI_PREFETCH((const char *)(x + (k) * (lanes)) + panel->x_ahead);                          \
+            NJI_PREFETCH((const char *)(dy + (k) * (lanes)) + panel->dy_ahead);                        \
+        }                                                                     \
         vec h = (NJI_READ(vec, x + (k) * (lanes)) - center) * rstd;                                    \
         if (want_params) {                                                                             \
             dgamma##k += t * h;                                                                        \
@@ -237,7 +255,7 @@ typedef double nji_double1;
 /* The rows of a panel over one tile of columns; `step` names the tile's vectors. The sums over the
    rows are kept in registers and added to memory once, which also keeps their error small. */
 #define NJI_HOST_BACKWARD_ROWS(real, steps)                                                            \
-    for (r = 0; r < panel->rows; r++) {                                                                \
+    for (r = panel->begin; r < panel->end; r++) {                                                                \
         const real *x = (const real *)panel->x[r] + c, *dy = (const real *)panel->dy[r] + c;           \
         real center = row[r].center, rstd = row[r].rstd, scale = row[r].scale;                         \
         real mean_g = row[r].mean_g, mean_gx = row[r].mean_gx;                                         \
@@ -256,13 +274,20 @@ typedef double nji_double1;
 
 /* C has no templates: this text is the arithmetic, for one type and one instruction set. Columns go by
    four vectors, then by one, then one by one; where a column falls depends on its place alone. */
-#define NJI_HOST_MATH(isa, TARGET, real, lanes)                                                        \
+#define NJI_HOST_MATH(isa, TARGET, real, lanes, pieces)                                                    \
     typedef nji_##real##lanes nji_##real##_##isa;                                                      \
+                                                                                                       \
+    TARGET static NJI_ALWAYS_INLINE double nji_host_lanes_##real##_##isa(                              \
+        const nji_##real##_##isa *vector) {                                                            \
+        const nji_##real##_piece *piece = (const nji_##real##_piece *)vector;                          \
+        nji_##real##_piece sum = NJI_PIECES_##pieces(piece);                                           \
+        return (double)NJI_LANES_##real(sum);                                                          \
+    }                                                                                                  \
                                                                                                        \
     TARGET static void nji_host_sum_##real##_##isa(nji_host_panel *panel, int64_t cols) {              \
         typedef nji_##real##_##isa vec;                                                                \
         int r;                                                                                         \
-        for (r = 0; r < panel->rows; r++) {                                                            \
+        for (r = panel->begin; r < panel->end; r++) {                                                            \
             const real *x = (const real *)panel->x[r];                                                 \
             vec a = {0}, b = {0}, d = {0}, e = {0};                                                    \
             real rest = 0;                                                                             \
@@ -276,14 +301,14 @@ typedef double nji_double1;
             for (; c + lanes <= cols; c += lanes) a += NJI_READ(vec, x + c);                           \
             for (; c < cols; c++) rest += x[c];                                                        \
             a = (a + b) + (d + e);                                                                     \
-            panel->sum[r] += (double)NJI_LANES_##lanes(a, 0) + (double)rest;                           \
+            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                           \
         }                                                                                              \
     }                                                                                                  \
                                                                                                        \
     TARGET static void nji_host_moments_##real##_##isa(nji_host_panel *panel, int64_t cols) {          \
         typedef nji_##real##_##isa vec;                                                                \
         int r;                                                                                         \
-        for (r = 0; r < panel->rows; r++) {                                                            \
+        for (r = panel->begin; r < panel->end; r++) {                                                            \
             const real *x = (const real *)panel->x[r];                                                 \
             real center = (real)panel->center[r], rest = 0, rest2 = 0;                                 \
             vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                                  \
@@ -307,8 +332,8 @@ typedef double nji_double1;
             }                                                                                          \
             a += b;                                                                                    \
             a2 += b2;                                                                                  \
-            panel->sum[r] += (double)NJI_LANES_##lanes(a, 0) + (double)rest;                           \
-            panel->square[r] += (double)NJI_LANES_##lanes(a2, 0) + (double)rest2;                      \
+            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                           \
+            panel->square[r] += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                      \
         }                                                                                              \
     }                                                                                                  \
                                                                                                        \
@@ -316,7 +341,7 @@ typedef double nji_double1;
         typedef nji_##real##_##isa vec;                                                                \
         const real *gamma = (const real *)panel->gamma, *beta = (const real *)panel->beta;             \
         int r;                                                                                         \
-        for (r = 0; r < panel->rows; r++) {                                                            \
+        for (r = panel->begin; r < panel->end; r++) {                                                            \
             const real *x = (const real *)panel->x[r];                                                 \
             real *y = (real *)panel->out[r];                                                           \
             real center = (real)panel->center[r], shift = (real)panel->shift[r];                       \
@@ -324,6 +349,7 @@ typedef double nji_double1;
             int64_t c = 0;                                                                             \
             for (; c + lanes <= cols; c += lanes) {                                                    \
                 vec h = (NJI_READ(vec, x + c) - center) * rstd + shift;                                \
+                NJI_PREFETCH((const char *)(x + c) + panel->x_ahead);                                  \
                 NJI_AT(vec, y + c) = h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c);           \
             }                                                                                          \
             for (; c < cols; c++)                                                                      \
@@ -335,7 +361,7 @@ typedef double nji_double1;
         typedef nji_##real##_##isa vec;                                                                \
         const real *gamma = (const real *)panel->gamma;                                                \
         int r;                                                                                         \
-        for (r = 0; r < panel->rows; r++) {                                                            \
+        for (r = panel->begin; r < panel->end; r++) {                                                            \
             const real *x = (const real *)panel->x[r], *dy = (const real *)panel->dy[r];               \
             real center = (real)panel->center[r], rstd = (real)panel->rstd[r], rest = 0, rest2 = 0;    \
             vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                                  \
@@ -360,8 +386,8 @@ typedef double nji_double1;
             }                                                                                          \
             a += b;                                                                                    \
             a2 += b2;                                                                                  \
-            panel->sum[r] += (double)NJI_LANES_##lanes(a, 0) + (double)rest;                           \
-            panel->square[r] += (double)NJI_LANES_##lanes(a2, 0) + (double)rest2;                      \
+            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                           \
+            panel->square[r] += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                      \
         }                                                                                              \
     }                                                                                                  \
                                                                                                        \
@@ -375,7 +401,7 @@ typedef double nji_double1;
         } row[NJI_HOST_ROWS];                                                                          \
         int64_t c = 0;                                                                                 \
         int r;                                                                                         \
-        for (r = 0; r < panel->rows; r++) {                                                            \
+        for (r = panel->begin; r < panel->end; r++) {                                                            \
             row[r].center = (real)panel->center[r];                                                    \
             row[r].rstd = (real)panel->rstd[r];                                                        \
             row[r].scale = (real)panel->scale[r];                                                      \
@@ -447,17 +473,17 @@ typedef double nji_double1;
     }
 
 #if NJI_HOST_VECTORS
-NJI_HOST_MATH(base, NJI_TARGET_BASE, float, 4)
-NJI_HOST_MATH(base, NJI_TARGET_BASE, double, 2)
+NJI_HOST_MATH(base, NJI_TARGET_BASE, float, 4, 1)
+NJI_HOST_MATH(base, NJI_TARGET_BASE, double, 2, 1)
 #else
-NJI_HOST_MATH(base, NJI_TARGET_BASE, float, 1)
-NJI_HOST_MATH(base, NJI_TARGET_BASE, double, 1)
+NJI_HOST_MATH(base, NJI_TARGET_BASE, float, 1, 1)
+NJI_HOST_MATH(base, NJI_TARGET_BASE, double, 1, 1)
 #endif
 #if NJI_HOST_X86
-NJI_HOST_MATH(avx2, NJI_TARGET_AVX2, float, 8)
-NJI_HOST_MATH(avx2, NJI_TARGET_AVX2, double, 4)
-NJI_HOST_MATH(avx512, NJI_TARGET_AVX512, float, 16)
-NJI_HOST_MATH(avx512, NJI_TARGET_AVX512, double, 8)
+NJI_HOST_MATH(avx2, NJI_TARGET_AVX2, float, 8, 2)
+NJI_HOST_MATH(avx2, NJI_TARGET_AVX2, double, 4, 2)
+NJI_HOST_MATH(avx512, NJI_TARGET_AVX512, float, 16, 4)
+NJI_HOST_MATH(avx512, NJI_TARGET_AVX512, double, 8, 4)
 #endif
 
 /* ---- instruction sets ----------------------------------------------------------------------- */
@@ -621,11 +647,17 @@ typedef struct nji_host_work {
     nji_host_panel panel;
     int64_t offset[NJI_HOST_ROWS]; /* of the rows of the operand in hand; elements */
     int64_t row;                   /* first row of the panel */
+    int rows;
     int64_t param_col;             /* columns of gamma and beta that are loaded; -1: none */
+    NJI_CACHE_ALIGNED
     double x[NJI_HOST_BUFFER_BYTES / 8], other[NJI_HOST_BUFFER_BYTES / 8]; /* other: dy, then out */
     double gamma[NJI_HOST_CHUNK_BYTES / 8], beta[NJI_HOST_CHUNK_BYTES / 8];
     double line[NJI_HOST_CHUNK_BYTES / 8];
 } nji_host_work;
+
+static const int64_t nji_host_count[NJI_HOST_ROWS] = {
+    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+    16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
 
 /* Offsets of `count` rows from `row` on. */
 static void nji_host_row_offsets(const nji_problem *problem, const long long *stride, int64_t row,
@@ -718,45 +750,64 @@ static void nji_host_store(const nji_host_job *job, const nji_host_view *view, c
     }
 }
 
-/* Points the panel's rows at an input: in place, or at a copy in `buffer`. */
+/* Points the panel's rows in hand at an input: in place, or at a copy in `buffer`. */
 static void nji_host_fetch(const nji_host_job *job, nji_host_work *work, const nji_host_view *view,
                            int64_t col, int64_t count, void *buffer, const void **row) {
-    int rows = work->panel.rows, r;
-    nji_host_row_offsets(job->problem, view->row_stride, work->row, rows, work->offset);
-    if (!view->direct) nji_host_load(job, view, work->offset, rows, col, count, buffer);
-    for (r = 0; r < rows; r++)
-        row[r] = view->direct ? view->data + (work->offset[r] + col) * job->real_size
-                              : (char *)buffer + r * job->pitch * job->real_size;
+    int begin = work->panel.begin, end = work->panel.end, r;
+    int64_t *offset = work->offset;
+    nji_host_row_offsets(job->problem, view->row_stride, work->row + begin, end - begin, offset);
+    if (!view->direct) nji_host_load(job, view, offset, end - begin, col, count, buffer);
+    for (r = begin; r < end; r++)
+        row[r] = view->direct ? view->data + (offset[r - begin] + col) * job->real_size
+                              : (char *)buffer + (r - begin) * job->pitch * job->real_size;
 }
 
-/* A chunk of gamma or beta; `absent` stands in for one that is not there. */
+/* A chunk of gamma or beta, in place or in `buffer`, which holds what stands in for an absent one. */
 static const void *nji_host_fetch_param(const nji_host_job *job, const nji_host_view *view, int64_t col,
-                                        int64_t count, double *buffer, double absent) {
-    int64_t zero = 0, c;
+                                        int64_t count, void *buffer) {
+    int64_t zero = 0;
     if (view->direct) return view->data + col * job->real_size;
-    if (view->data) {
-        nji_host_load(job, view, &zero, 1, col, count, buffer);
-    } else if (job->wide) {
-        for (c = 0; c < count; c++) buffer[c] = absent;
-    } else {
-        for (c = 0; c < count; c++) ((float *)buffer)[c] = (float)absent;
-    }
+    if (view->data) nji_host_load(job, view, &zero, 1, col, count, buffer);
     return buffer;
 }
 
 static void nji_host_fetch_params(const nji_host_job *job, nji_host_work *work, int64_t col,
                                   int64_t count) {
     if (work->param_col == col) return;
-    work->panel.gamma = nji_host_fetch_param(job, &job->gamma, col, count, work->gamma, 1);
-    work->panel.beta = nji_host_fetch_param(job, &job->beta, col, count, work->beta, 0);
+    work->panel.gamma = nji_host_fetch_param(job, &job->gamma, col, count, work->gamma);
+    work->panel.beta = nji_host_fetch_param(job, &job->beta, col, count, work->beta);
     work->param_col = col;
+}
+
+/* Readies a thread's buffers: no columns of gamma and beta loaded, 1 and 0 where they are absent. */
+static void nji_host_begin_work(const nji_host_job *job, nji_host_work *work) {
+    int64_t count = nji_min_i64(job->chunk, job->cols), c;
+    work->param_col = -1;
+    for (c = 0; c < count; c++) {
+        if (job->wide) {
+            work->gamma[c] = 1;
+            work->beta[c] = 0;
+        } else {
+            ((float *)work->gamma)[c] = 1;
+            ((float *)work->beta)[c] = 0;
+        }
+    }
+}
+
+/* Bytes from a row of the panel to the same row of the next panel, when that is worth fetching early:
+   while this panel is in its last sweep memory would be idle otherwise. */
+static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_work *work,
+                              const nji_host_view *view) {
+    if (!view->direct || job->problem->row_dims != 1) return 0;
+    if (work->row + 2 * job->group > job->rows) return 0;
+    return job->group * view->row_stride[0] * job->real_size;
 }
 
 /* Points the panel's rows at the output, or at a buffer that nji_host_end_out will write from. */
 static void nji_host_begin_out(const nji_host_job *job, nji_host_work *work, int64_t col) {
     int in_place = job->out.direct && !job->add_to_out && !job->stream_out, r;
-    nji_host_row_offsets(job->problem, job->out.row_stride, work->row, work->panel.rows, work->offset);
-    for (r = 0; r < work->panel.rows; r++)
+    nji_host_row_offsets(job->problem, job->out.row_stride, work->row, work->rows, work->offset);
+    for (r = 0; r < work->rows; r++)
         work->panel.out[r] = in_place ? job->out.data + (work->offset[r] + col) * job->real_size
                                       : (char *)work->other + r * job->pitch * job->real_size;
 }
@@ -766,17 +817,17 @@ static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64
     nji_host_row_copy narrow = job->isa->store[out->dtype];
     int r;
     if (job->add_to_out) {
-        for (r = 0; r < work->panel.rows; r++) {
+        for (r = 0; r < work->rows; r++) {
             nji_host_load(job, out, work->offset + r, 1, col, count, work->line);
             job->math->add(work->panel.out[r], work->line, count);
         }
     }
     if (!job->stream_out) {
         if (!out->direct || job->add_to_out)
-            nji_host_store(job, out, work->offset, work->panel.rows, col, count, work->other);
+            nji_host_store(job, out, work->offset, work->rows, col, count, work->other);
         return;
     }
-    for (r = 0; r < work->panel.rows; r++) {
+    for (r = 0; r < work->rows; r++) {
         const void *from = work->panel.out[r];
         if (narrow) {
             narrow(from, work->line, count);
@@ -789,20 +840,19 @@ static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64
 
 /* ---- one part of the rows ------------------------------------------------------------------- */
 
-static double nji_host_read_stat(const nji_host_job *job, const nji_operand *stat, int64_t offset) {
-    static const int64_t zero = 0;
-    const nji_host_type *type = &nji_host_types[job->stat_dtype];
-    double value;
-    if (!stat->data) return 0; /* dbeta alone: no statistic is given, none matters */
-    type->load[1]((const char *)stat->data + offset * type->size, &zero, 1, &value, &zero, 1, 1, 1, 0);
-    return value;
+static void nji_host_read_stats(const nji_host_job *job, nji_host_work *work, const nji_operand *stat,
+                                double *value) {
+    nji_host_row_offsets(job->problem, stat->stride, work->row, work->rows, work->offset);
+    nji_host_types[job->stat_dtype].load[1](stat->data, work->offset, 0, value, nji_host_count, 0,
+                                            work->rows, 1, 1);
 }
 
-static void nji_host_write_stat(const nji_host_job *job, const nji_operand *stat, int64_t offset,
-                                double value) {
-    static const int64_t zero = 0;
-    const nji_host_type *type = &nji_host_types[job->stat_dtype];
-    type->store[1](&value, &zero, 1, (char *)stat->data + offset * type->size, &zero, 1, 1, 1, 0);
+static void nji_host_write_stats(const nji_host_job *job, nji_host_work *work, const nji_operand *stat,
+                                 const double *value) {
+    if (!stat->data) return;
+    nji_host_row_offsets(job->problem, stat->stride, work->row, work->rows, work->offset);
+    nji_host_types[job->stat_dtype].store[1](value, nji_host_count, 0, stat->data, work->offset, 0,
+                                             work->rows, 1, 1);
 }
 
 /* value in the type of the arithmetic */
@@ -810,21 +860,33 @@ static double nji_host_round(const nji_host_job *job, double value) {
     return job->wide ? value : (double)(float)value;
 }
 
-static void nji_host_write_stats(const nji_host_job *job, nji_host_work *work, const nji_operand *stat,
-                                 const double *value) {
-    int r;
-    if (!stat->data) return;
-    nji_host_row_offsets(job->problem, stat->stride, work->row, work->panel.rows, work->offset);
-    for (r = 0; r < work->panel.rows; r++) nji_host_write_stat(job, stat, work->offset[r], value[r]);
+/* Whether the panel holds whole rows: then they are fetched once. */
+static int nji_host_one_chunk(const nji_host_job *job) {
+    return job->cols <= job->chunk;
 }
 
-/* Fetches x again where a row has more than one chunk; else it is still there. */
-static int64_t nji_host_next_chunk(const nji_host_job *job, nji_host_work *work, int64_t col,
-                                   int again) {
-    int64_t count = nji_min_i64(job->chunk, job->cols - col);
-    if (!again || count < job->cols)
-        nji_host_fetch(job, work, &job->x, col, count, work->x, work->panel.x);
-    return count;
+/* Takes `step` over the panel, chunk by chunk. Row by row where memory is read in place: that keeps to
+   few streams, which processors fetch ahead by themselves. `fetched`: by an earlier sweep. */
+static void nji_host_sweep(const nji_host_job *job, nji_host_work *work,
+                           void (*step)(nji_host_panel *, int64_t), int want_dy, int fetched) {
+    nji_host_panel *panel = &work->panel;
+    int rows = nji_host_one_chunk(job) || !job->x.direct ? work->rows : 1;
+    int64_t col, count;
+    for (panel->begin = 0; panel->begin < work->rows; panel->begin += rows) {
+        panel->end = panel->begin + rows;
+        for (col = 0; col < job->cols; col += count) {
+            count = nji_min_i64(job->chunk, job->cols - col);
+            if (!fetched || !nji_host_one_chunk(job)) {
+                nji_host_fetch(job, work, &job->x, col, count, work->x, panel->x);
+                if (want_dy)
+                    nji_host_fetch(job, work, &job->dy, col, count, work->other, panel->dy);
+            }
+            if (want_dy) nji_host_fetch_params(job, work, col, count);
+            step(panel, count);
+        }
+    }
+    panel->begin = 0;
+    panel->end = work->rows;
 }
 
 /* Mean and rstd of the panel's rows, by two sweeps: the second measures from the first's mean, which
@@ -832,22 +894,15 @@ static int64_t nji_host_next_chunk(const nji_host_job *job, nji_host_work *work,
 static void nji_host_row_stats(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
     double mean[NJI_HOST_ROWS], n = (double)job->cols;
-    int64_t col, count;
     int r;
-    for (r = 0; r < panel->rows; r++) panel->sum[r] = 0;
-    for (col = 0; col < job->cols; col += count) {
-        count = nji_host_next_chunk(job, work, col, 0);
-        job->math->sum(panel, count);
-    }
-    for (r = 0; r < panel->rows; r++) {
+    for (r = 0; r < work->rows; r++) panel->sum[r] = 0;
+    nji_host_sweep(job, work, job->math->sum, 0, 0);
+    for (r = 0; r < work->rows; r++) {
         panel->center[r] = nji_host_round(job, panel->sum[r] / n);
         panel->sum[r] = panel->square[r] = 0;
     }
-    for (col = 0; col < job->cols; col += count) {
-        count = nji_host_next_chunk(job, work, col, 1);
-        job->math->moments(panel, count);
-    }
-    for (r = 0; r < panel->rows; r++) {
+    nji_host_sweep(job, work, job->math->moments, 0, 1);
+    for (r = 0; r < work->rows; r++) {
         /* a mean that is no number cannot be corrected, and its deviations are none either */
         int finite = panel->center[r] - panel->center[r] == 0;
         double off = finite ? panel->sum[r] / n : 0; /* true mean less center */
@@ -862,13 +917,17 @@ static void nji_host_row_stats(const nji_host_job *job, nji_host_work *work) {
 }
 
 static void nji_host_forward_panel(const nji_host_job *job, nji_host_work *work) {
+    nji_host_panel *panel = &work->panel;
     int64_t col, count;
     nji_host_row_stats(job, work);
+    panel->x_ahead = nji_host_ahead(job, work, &job->x);
     for (col = 0; col < job->cols; col += count) {
-        count = nji_host_next_chunk(job, work, col, 1);
+        count = nji_min_i64(job->chunk, job->cols - col);
+        if (!nji_host_one_chunk(job))
+            nji_host_fetch(job, work, &job->x, col, count, work->x, panel->x);
         nji_host_fetch_params(job, work, col, count);
         nji_host_begin_out(job, work, col);
-        job->math->forward(&work->panel, count);
+        job->math->forward(panel, count);
         nji_host_end_out(job, work, col, count);
     }
 }
@@ -877,16 +936,10 @@ static void nji_host_forward_panel(const nji_host_job *job, nji_host_work *work)
 static void nji_host_row_means(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
     double n = (double)job->cols;
-    int64_t col, count;
     int r;
-    for (r = 0; r < panel->rows; r++) panel->sum[r] = panel->square[r] = 0;
-    for (col = 0; col < job->cols; col += count) {
-        count = nji_host_next_chunk(job, work, col, 0);
-        nji_host_fetch(job, work, &job->dy, col, count, work->other, panel->dy);
-        nji_host_fetch_params(job, work, col, count);
-        job->math->backward_sums(panel, count);
-    }
-    for (r = 0; r < panel->rows; r++) {
+    for (r = 0; r < work->rows; r++) panel->sum[r] = panel->square[r] = 0;
+    nji_host_sweep(job, work, job->math->backward_sums, 1, 0);
+    for (r = 0; r < work->rows; r++) {
         panel->mean_g[r] = panel->sum[r] / n;
         panel->mean_gx[r] = panel->square[r] / n;
         /* one column: dx is 0, and not the rounding error that a fused multiply-add leaves */
@@ -897,20 +950,19 @@ static void nji_host_row_means(const nji_host_job *job, nji_host_work *work) {
 static void nji_host_backward_panel(const nji_host_job *job, nji_host_work *work, char *dgamma,
                                     char *dbeta) {
     nji_host_panel *panel = &work->panel;
-    const nji_problem *problem = job->problem;
-    int want_dx = job->out.data != NULL, r;
+    int want_dx = job->out.data != NULL;
     int64_t col, count;
-    nji_host_row_offsets(problem, problem->mean.stride, work->row, panel->rows, work->offset);
-    for (r = 0; r < panel->rows; r++)
-        panel->center[r] = nji_host_read_stat(job, &problem->mean, work->offset[r]);
-    nji_host_row_offsets(problem, problem->rstd.stride, work->row, panel->rows, work->offset);
-    for (r = 0; r < panel->rows; r++)
-        panel->rstd[r] = nji_host_read_stat(job, &problem->rstd, work->offset[r]);
+    nji_host_read_stats(job, work, &job->problem->mean, panel->center);
+    nji_host_read_stats(job, work, &job->problem->rstd, panel->rstd);
     if (want_dx) nji_host_row_means(job, work);
+    panel->x_ahead = nji_host_ahead(job, work, &job->x);
+    panel->dy_ahead = nji_host_ahead(job, work, &job->dy);
     for (col = 0; col < job->cols; col += count) {
-        count = nji_host_next_chunk(job, work, col, want_dx);
-        if (!want_dx || count < job->cols)
+        count = nji_min_i64(job->chunk, job->cols - col);
+        if (!want_dx || !nji_host_one_chunk(job)) {
+            nji_host_fetch(job, work, &job->x, col, count, work->x, panel->x);
             nji_host_fetch(job, work, &job->dy, col, count, work->other, panel->dy);
+        }
         nji_host_fetch_params(job, work, col, count);
         if (job->want_params) {
             panel->dgamma = dgamma + col * job->real_size;
@@ -929,10 +981,11 @@ static void nji_host_backward_panel(const nji_host_job *job, nji_host_work *work
 static void nji_host_forward_part(const nji_host_job *job, int64_t part) {
     nji_host_work work;
     int64_t row = part * job->part_rows, end = nji_min_i64(row + job->part_rows, job->rows);
-    work.param_col = -1;
+    nji_host_begin_work(job, &work);
     for (; row < end; row += job->group) {
         work.row = row;
-        work.panel.rows = (int)nji_min_i64(job->group, end - row);
+        work.rows = work.panel.end = (int)nji_min_i64(job->group, end - row);
+        work.panel.begin = 0;
         nji_host_forward_panel(job, &work);
     }
     if (job->stream_out) nji_host_fence();
@@ -944,10 +997,11 @@ static void nji_host_backward_part(const nji_host_job *job, int64_t part) {
     int64_t bytes = job->cols * job->real_size;
     char *dgamma = job->want_params ? job->partial + part * 2 * bytes : NULL;
     if (job->want_params) memset(dgamma, 0, (size_t)(2 * bytes));
-    work.param_col = -1;
+    nji_host_begin_work(job, &work);
     for (; row < end; row += job->group) {
         work.row = row;
-        work.panel.rows = (int)nji_min_i64(job->group, end - row);
+        work.rows = work.panel.end = (int)nji_min_i64(job->group, end - row);
+        work.panel.begin = 0;
         nji_host_backward_panel(job, &work, dgamma, job->want_params ? dgamma + bytes : NULL);
     }
     if (job->stream_out) nji_host_fence();
@@ -1089,8 +1143,7 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
     job.partial = (char *)workspace;
     job.want_params = (grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)) != 0;
     job.add_to_out = (grads & problem->accumulate & NJ_GRAD_DX) != 0;
-    /* dbeta alone comes without x: dy stands in for it, and what is made of it goes nowhere */
-    job.x = nji_host_make_view(&job, problem->x.data ? &problem->x : &problem->dy, (int)desc->dtype, 1);
+    job.x = nji_host_make_view(&job, &problem->x, (int)desc->dtype, 1);
     job.dy = nji_host_make_view(&job, &problem->dy, (int)desc->dtype, !is_forward);
     job.gamma = nji_host_make_view(&job, &problem->gamma, (int)desc->param_dtype, 1);
     job.beta = nji_host_make_view(&job, &problem->beta, (int)desc->param_dtype, is_forward);

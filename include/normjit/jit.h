@@ -1,5 +1,5 @@
-/* Kernel source -> image for the device, through NVRTC or from the disk cache. The one part that knows
-   how NVRTC is used, and files. */
+/* Kernel source -> image for the device, through NVRTC or from the disk cache. The one part that
+   knows how NVRTC is used, and files. */
 #include <errno.h>
 #include <time.h>
 
@@ -150,7 +150,8 @@ static int nji_folder_make(const char *folder) {
 /* Raise it when the entry's layout, or what an image holds for equal requests, changes. */
 #define NJI_JIT_FORMAT 1
 
-/* Two hashes of one request that share no arithmetic: what collides in one does not in the other. */
+/* Two hashes of one request that share no arithmetic: what collides in one does not in the other.
+ */
 typedef struct nji_jit_digest {
     uint64_t key, check;
 } nji_jit_digest;
@@ -188,7 +189,8 @@ static uint64_t nji_jit_key(const nji_jit *jit, const nji_jit_request *request) 
 /* ---- the disk cache ------------------------------------------------------------------------- */
 
 /* Files are named by digest, <32 hex digits>.njc: this header, then the image. A writer fills a
-   <32 hex digits>.<unique>.tmp and renames it, so a reader sees whole entries or none, without locks. */
+   <32 hex digits>.<unique>.tmp and renames it, so a reader sees whole entries or none, without
+   locks. */
 typedef struct nji_jit_entry {
     char magic[8];
     uint32_t format;  /* in the writer's byte order: another's entry is foreign */
@@ -301,7 +303,8 @@ static void nji_jit_listing_visit(void *user, const char *name, uint64_t bytes, 
     nji_jit_file *file;
     if (strspn(name, "0123456789abcdef") != NJI_JIT_DIGEST_DIGITS || *rest != '.') return;
     if (length >= NJI_JIT_NAME_BYTES - 1) return;
-    if (strcmp(name + length - (sizeof NJI_JIT_TEMPORARY_SUFFIX - 1), NJI_JIT_TEMPORARY_SUFFIX) == 0) {
+    if (strcmp(name + length - (sizeof NJI_JIT_TEMPORARY_SUFFIX - 1), NJI_JIT_TEMPORARY_SUFFIX) ==
+        0) {
         if (listing->now - modified > NJI_JIT_TEMPORARY_SECONDS) nji_jit_remove(listing->jit, name);
         return;
     }
@@ -320,7 +323,8 @@ static int nji_jit_file_compare(const void *a, const void *b) {
     return strcmp(x->name, y->name);
 }
 
-/* Keeps the folder within its bound. Down to three quarters, so that not every write has to evict. */
+/* Keeps the folder within its bound. Down to three quarters, so that not every write has to evict.
+ */
 static void nji_jit_evict(const nji_jit *jit) {
     nji_jit_listing listing;
     size_t i;
@@ -339,8 +343,8 @@ static void nji_jit_evict(const nji_jit *jit) {
     NJ_FREE(listing.files);
 }
 
-/* Opens a file of a name that no thread or process uses: the process, the ctx and its count tell apart
-   all of one machine; attempts count on when another machine shares the folder. */
+/* Opens a file of a name that no thread or process uses: the process, the ctx and its count tell
+   apart all of one machine; attempts count on when another machine shares the folder. */
 static FILE *nji_jit_temporary_open(const nji_jit *jit, const nji_jit_digest *digest,
                                     char path[NJI_JIT_PATH_BYTES]) {
     uint64_t turn = jit->stats.disk_writes + jit->stats.disk_write_failures;
@@ -349,8 +353,9 @@ static FILE *nji_jit_temporary_open(const nji_jit *jit, const nji_jit_digest *di
     for (attempt = 0; attempt < 16 && !file; attempt++) {
         snprintf(path, NJI_JIT_PATH_BYTES,
                  "%s/%016llx%016llx.%lx.%llx.%llx.%d" NJI_JIT_TEMPORARY_SUFFIX, jit->cache_dir,
-                 (unsigned long long)digest->key, (unsigned long long)digest->check, nji_process_id(),
-                 (unsigned long long)(uintptr_t)jit, (unsigned long long)turn, attempt);
+                 (unsigned long long)digest->key, (unsigned long long)digest->check,
+                 nji_process_id(), (unsigned long long)(uintptr_t)jit, (unsigned long long)turn,
+                 attempt);
         file = fopen(path, "wbx");
         if (!file && errno != EEXIST) break;
     }
@@ -389,11 +394,13 @@ static void nji_jit_store(nji_jit *jit, const nji_jit_digest *digest, const nji_
 /* ---- compiling ------------------------------------------------------------------------------ */
 
 /* Joins pieces of text into one, zero-terminated; *size is without the zero. NJ_FREE it. */
-static nj_status nji_jit_join(const char *const *lines, char **out, size_t *size, const char *call) {
+static nj_status nji_jit_join(const char *const *lines, char **out, size_t *size,
+                              const char *call) {
     size_t total = 0, used = 0, i;
     *out = NULL;
     *size = 0;
-    for (i = 0; lines[i]; i++) total += strlen(lines[i]);
+    for (i = 0; lines[i]; i++)
+        total += strlen(lines[i]);
     *out = (char *)NJ_MALLOC(total + 1);
     if (!*out) return nji_out_of_memory(call, total + 1);
     for (i = 0; lines[i]; i++) {
@@ -428,16 +435,18 @@ static nj_status nji_jit_target_choose(const nji_jit *jit, const nji_jit_request
     }
     NJ_FREE(archs);
     if (best == 0) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: NVRTC %d.%d knows neither sm_%d nor an older architecture",
-                        call, nvrtc->major, nvrtc->minor, request->arch);
+        return nji_fail(NJ_UNSUPPORTED,
+                        "%s: NVRTC %d.%d knows neither sm_%d nor an older architecture", call,
+                        nvrtc->major, nvrtc->minor, request->arch);
     }
     out->is_ptx = best != request->arch;
-    snprintf(out->option, sizeof out->option, "%s%s_%d%s", prefix, out->is_ptx ? "compute" : "sm", best,
-             !out->is_ptx && request->arch_specific && best >= 90 ? "a" : "");
+    snprintf(out->option, sizeof out->option, "%s%s_%d%s", prefix, out->is_ptx ? "compute" : "sm",
+             best, !out->is_ptx && request->arch_specific && best >= 90 ? "a" : "");
     out->name = out->option + sizeof prefix - 1;
     if (out->is_ptx) {
         nji_note(&jit->log, NJ_LOG_WARNING,
-                 "NVRTC %d.%d does not know sm_%d: it compiles to PTX for %s, which the driver assembles",
+                 "NVRTC %d.%d does not know sm_%d: it compiles to PTX for %s, which the driver "
+                 "assembles",
                  nvrtc->major, nvrtc->minor, request->arch, out->name);
     }
     return NJ_OK;
@@ -482,31 +491,39 @@ static nj_status nji_jit_compile_fail(const nji_jit *jit, const nji_jit_request 
                  nvrtc->path, name);
     }
     nji_fail(result == NJI_NVRTC_OUT_OF_MEMORY ? NJ_OUT_OF_MEMORY : NJ_COMPILE_FAILED,
-             "%s: NVRTC %d.%d could not compile %s for %s with %s: %s%s\n%s", call, nvrtc->major,
+             "%s: NVRTC %d.%d could not compile %s for %s with %s: %s%s%s%s", call, nvrtc->major,
              nvrtc->minor, request->name, target->name, options, nvrtc->nvrtcGetErrorString(result),
-             builtins, log ? log : "");
+             builtins, log ? "\n" : "", log ? log : "");
     nji_last.info.driver_error = (int32_t)result;
     NJ_FREE(log);
     return (nj_status)nji_last.info.status;
 }
 
-/* NVRTC's defaults are the accurate ones (denormals kept, division and square root rounded correctly)
-   and stay. No --restrict: an output may be an input. Helpers need no __device__. */
+/* NVRTC's defaults are the accurate ones (denormals kept, division and square root rounded
+   correctly) and stay. No --restrict: an output may be an input. Helpers need no __device__. */
 static const char *const nji_jit_common_options[] = {"--std=c++14",
                                                      "--device-as-default-execution-space"};
 #define NJI_JIT_COMMON (int)(sizeof nji_jit_common_options / sizeof nji_jit_common_options[0])
 
 /* The target, the common options, the request's. NJ_FREE it. */
-static nj_status nji_jit_options_make(const nji_jit_request *request, const nji_jit_target *target,
-                                      const char ***out, int *count, const char *call) {
-    size_t bytes = (size_t)(1 + NJI_JIT_COMMON + request->option_count) * sizeof **out;
-    int i;
-    *count = 0;
-    *out = (const char **)NJ_MALLOC(bytes);
-    if (!*out) return nji_out_of_memory(call, bytes);
-    (*out)[(*count)++] = target->option;
-    for (i = 0; i < NJI_JIT_COMMON; i++) (*out)[(*count)++] = nji_jit_common_options[i];
-    for (i = 0; i < request->option_count; i++) (*out)[(*count)++] = request->options[i];
+static nj_status nji_jit_options_make(const nji_jit *jit, const nji_jit_request *request,
+                                      const nji_jit_target *target, const char ***out, int *count,
+                                      const char *call) {
+    size_t bytes = (size_t)(2 + NJI_JIT_COMMON + request->option_count) * sizeof **out;
+    int used = 0, i;
+    const char **options = (const char **)NJ_MALLOC(bytes);
+    *out = options;
+    if (!options) return nji_out_of_memory(call, bytes);
+    options[used++] = target->option;
+    for (i = 0; i < NJI_JIT_COMMON; i++)
+        options[used++] = nji_jit_common_options[i];
+    /* since 12.4: leaves out declarations that no kernel of ours uses, and halves the time */
+    if (jit->nvrtc.major > 12 || (jit->nvrtc.major == 12 && jit->nvrtc.minor >= 4)) {
+        options[used++] = "--minimal";
+    }
+    for (i = 0; i < request->option_count; i++)
+        options[used++] = request->options[i];
+    *count = used;
     return NJ_OK;
 }
 
@@ -530,12 +547,12 @@ static nj_status nji_jit_compile(nji_jit *jit, const nji_jit_request *request, n
     const char **options = NULL;
     char *source = NULL, *log = NULL;
     size_t size;
-    int result, option_count;
+    int result, option_count = 0;
     nj_status status = nji_jit_target_choose(jit, request, &target, call);
     if (status != NJ_OK) return status;
     status = nji_jit_join(request->lines, &source, &size, call);
     if (status != NJ_OK) goto done;
-    status = nji_jit_options_make(request, &target, &options, &option_count, call);
+    status = nji_jit_options_make(jit, request, &target, &options, &option_count, call);
     if (status != NJ_OK) goto done;
     result = nvrtc->nvrtcCreateProgram(&program, source, request->name, 0, NULL, NULL);
     if (result == NJI_NVRTC_SUCCESS) {
@@ -561,9 +578,9 @@ done:
     return status;
 }
 
-/* The image for a request: from the disk cache, else compiled (and kept there). One thread at a time
-   on one jit. Errors: LIBRARY_NOT_FOUND (no NVRTC); UNSUPPORTED (NVRTC knows only newer devices);
-   COMPILE_FAILED; OUT_OF_MEMORY. *out is zeroed on failure; nji_image_free it. */
+/* The image for a request: from the disk cache, else compiled (and kept there). One thread at a
+   time on one jit. Errors: LIBRARY_NOT_FOUND (no NVRTC); UNSUPPORTED (NVRTC knows only newer
+   devices); COMPILE_FAILED; OUT_OF_MEMORY. *out is zeroed on failure; nji_image_free it. */
 static nj_status nji_jit_image(nji_jit *jit, const nji_jit_request *request, nji_image *out,
                                const char *call) {
     nji_jit_digest digest;
@@ -594,18 +611,21 @@ static void nji_jit_close(nji_jit *jit) {
 static nj_status nji_jit_cache_open(nji_jit *jit, const nj_ctx_desc *desc, const char *call) {
     size_t length = strlen(desc->cache_dir);
     if (length == 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.cache_dir = \"\": NULL turns the cache off", call);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.cache_dir = \"\": NULL turns the cache off",
+                        call);
     }
     if (length > NJI_JIT_PATH_BYTES - NJI_JIT_NAME_BYTES) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.cache_dir has %zu bytes: at most %d are possible",
-                        call, length, NJI_JIT_PATH_BYTES - NJI_JIT_NAME_BYTES);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.cache_dir has %zu bytes: at most %d are possible", call, length,
+                        NJI_JIT_PATH_BYTES - NJI_JIT_NAME_BYTES);
     }
     jit->cache_dir = (char *)NJ_MALLOC(length + 1);
     if (!jit->cache_dir) return nji_out_of_memory(call, length + 1);
     memcpy(jit->cache_dir, desc->cache_dir, length + 1);
     jit->cache_max_bytes = desc->cache_max_bytes ? desc->cache_max_bytes : NJI_JIT_DEFAULT_BYTES;
     if (!nji_folder_make(jit->cache_dir)) {
-        nji_note(&jit->log, NJ_LOG_WARNING, "the cache folder %s could not be made", jit->cache_dir);
+        nji_note(&jit->log, NJ_LOG_WARNING, "the cache folder %s could not be made",
+                 jit->cache_dir);
     }
     return NJ_OK;
 }

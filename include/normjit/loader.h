@@ -1,5 +1,5 @@
-/* The CUDA driver and NVRTC, opened at run time through prototypes of our own: neither a header nor a
-   library of CUDA is needed to build. The one part that knows dlopen and LoadLibrary. */
+/* The CUDA driver and NVRTC, opened at run time through prototypes of our own: neither a header nor
+   a library of CUDA is needed to build. The one part that knows dlopen and LoadLibrary. */
 #ifndef _WIN32
 #include <dlfcn.h>
 #endif
@@ -24,7 +24,8 @@ typedef void *nji_cu_function;
 typedef void *nji_cu_stream;
 typedef unsigned long long nji_cu_pointer;
 
-enum { /* CUresult */
+/* CUresult */
+enum {
     NJI_CU_SUCCESS = 0,
     NJI_CU_INVALID_VALUE = 1,
     NJI_CU_OUT_OF_MEMORY = 2,
@@ -36,7 +37,8 @@ enum { /* CUresult */
     NJI_CU_UNSUPPORTED_PTX_VERSION = 222
 };
 
-enum { /* CUdevice_attribute */
+/* CUdevice_attribute */
+enum {
     NJI_CU_DEVICE_MULTIPROCESSORS = 16,
     NJI_CU_DEVICE_L2_BYTES = 38,
     NJI_CU_DEVICE_THREADS_PER_MULTIPROCESSOR = 39,
@@ -46,13 +48,15 @@ enum { /* CUdevice_attribute */
     NJI_CU_DEVICE_SHARED_PER_BLOCK_OPTIN = 97
 };
 
-enum { /* CUfunction_attribute */
+/* CUfunction_attribute */
+enum {
     NJI_CU_FUNCTION_LOCAL_BYTES = 3,
     NJI_CU_FUNCTION_REGISTERS = 4,
     NJI_CU_FUNCTION_MAX_DYNAMIC_SHARED = 8
 };
 
-enum { /* CUpointer_attribute; the first is answered with a CUmemorytype */
+/* CUpointer_attribute; the first is answered with a CUmemorytype */
+enum {
     NJI_CU_POINTER_MEMORY_TYPE = 2,
     NJI_CU_POINTER_DEVICE_ORDINAL = 9,
     NJI_CU_MEMORY_HOST = 1,
@@ -60,22 +64,19 @@ enum { /* CUpointer_attribute; the first is answered with a CUmemorytype */
     NJI_CU_MEMORY_UNIFIED = 4
 };
 
-enum { /* CUjit_option; sizes travel in the value itself, not through a pointer */
+/* CUjit_option; sizes travel in the value itself, not through a pointer */
+enum {
     NJI_CU_JIT_INFO_LOG = 3,
     NJI_CU_JIT_INFO_LOG_BYTES = 4,
     NJI_CU_JIT_ERROR_LOG = 5,
     NJI_CU_JIT_ERROR_LOG_BYTES = 6
 };
 
-enum { /* CUstreamCaptureStatus, CUstreamCaptureMode */
-    NJI_CU_CAPTURE_NONE = 0,
-    NJI_CU_CAPTURE_MODE_RELAXED = 2
-};
+/* CUstreamCaptureStatus, CUstreamCaptureMode */
+enum { NJI_CU_CAPTURE_NONE = 0, NJI_CU_CAPTURE_MODE_RELAXED = 2 };
 
-enum { /* CUlaunchAttributeID */
-    NJI_CU_LAUNCH_CLUSTER_DIMENSION = 4,
-    NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION = 6
-};
+/* CUlaunchAttributeID */
+enum { NJI_CU_LAUNCH_CLUSTER_DIMENSION = 4, NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION = 6 };
 
 typedef struct nji_cu_launch_attribute {
     int id;
@@ -110,8 +111,10 @@ typedef struct nji_driver {
     nji_cu_result(NJI_CU_CALL *cuDeviceGetCount)(int *count);
     nji_cu_result(NJI_CU_CALL *cuDeviceGet)(nji_cu_device *device, int ordinal);
     nji_cu_result(NJI_CU_CALL *cuDeviceGetName)(char *name, int size, nji_cu_device device);
-    nji_cu_result(NJI_CU_CALL *cuDeviceGetAttribute)(int *value, int attribute, nji_cu_device device);
-    nji_cu_result(NJI_CU_CALL *cuDevicePrimaryCtxRetain)(nji_cu_context *context, nji_cu_device device);
+    nji_cu_result(NJI_CU_CALL *cuDeviceGetAttribute)(int *value, int attribute,
+                                                     nji_cu_device device);
+    nji_cu_result(NJI_CU_CALL *cuDevicePrimaryCtxRetain)(nji_cu_context *context,
+                                                         nji_cu_device device);
     nji_cu_result(NJI_CU_CALL *cuDevicePrimaryCtxRelease)(nji_cu_device device);
     nji_cu_result(NJI_CU_CALL *cuCtxGetCurrent)(nji_cu_context *context);
     nji_cu_result(NJI_CU_CALL *cuCtxGetDevice)(nji_cu_device *device);
@@ -123,7 +126,8 @@ typedef struct nji_driver {
     nji_cu_result(NJI_CU_CALL *cuModuleUnload)(nji_cu_module module);
     nji_cu_result(NJI_CU_CALL *cuModuleGetFunction)(nji_cu_function *function, nji_cu_module module,
                                                     const char *name);
-    nji_cu_result(NJI_CU_CALL *cuFuncSetAttribute)(nji_cu_function function, int attribute, int value);
+    nji_cu_result(NJI_CU_CALL *cuFuncSetAttribute)(nji_cu_function function, int attribute,
+                                                   int value);
     nji_cu_result(NJI_CU_CALL *cuFuncGetAttribute)(int *value, int attribute,
                                                    nji_cu_function function);
     nji_cu_result(NJI_CU_CALL *cuOccupancyMaxActiveBlocksPerMultiprocessor)(
@@ -146,11 +150,8 @@ typedef struct nji_driver {
 
 typedef void *nji_nvrtc_program;
 
-enum { /* nvrtcResult */
-    NJI_NVRTC_SUCCESS = 0,
-    NJI_NVRTC_OUT_OF_MEMORY = 1,
-    NJI_NVRTC_BUILTINS_FAILED = 7
-};
+/* nvrtcResult */
+enum { NJI_NVRTC_SUCCESS = 0, NJI_NVRTC_OUT_OF_MEMORY = 1, NJI_NVRTC_BUILTINS_FAILED = 7 };
 
 typedef struct nji_nvrtc {
     void *library; /* null: closed */
@@ -215,7 +216,8 @@ static void *nji_library_open(const char *name, char *reason, size_t reason_size
     error = dlerror();
     if (!error) error = "no reason given";
     /* "name: reason" is usual, and our lists name the library already */
-    if (strncmp(error, name, length) == 0 && strncmp(error + length, ": ", 2) == 0) error += length + 2;
+    if (strncmp(error, name, length) == 0 && strncmp(error + length, ": ", 2) == 0)
+        error += length + 2;
     snprintf(reason, reason_size, "%s", error);
     return NULL;
 }
@@ -239,7 +241,8 @@ typedef struct nji_symbol {
     int optional;
 } nji_symbol;
 
-/* Fills the table as far as the library goes. Returns the first required name that it lacks, or NULL. */
+/* Fills the table as far as the library goes. Returns the first required name that it lacks, or
+ * NULL. */
 static const char *nji_symbols_resolve(void *table, void *library, const nji_symbol *symbols,
                                        size_t count) {
     const char *lacking = NULL;
@@ -263,8 +266,8 @@ typedef struct nji_search {
 static void nji_search_note(nji_search *search, nj_status status, const char *name,
                             const char *reason) {
     size_t room = sizeof search->text - search->used;
-    int length = snprintf(search->text + search->used, room, "%s%s (%s)",
-                          search->used ? ", " : "", name, reason);
+    int length = snprintf(search->text + search->used, room, "%s%s (%s)", search->used ? ", " : "",
+                          name, reason);
     if (length > 0) search->used += (size_t)length < room ? (size_t)length : room - 1;
     if (search->status != NJ_UNSUPPORTED) search->status = status;
 }
@@ -273,7 +276,8 @@ static void nji_search_note(nji_search *search, nj_status status, const char *na
 
 #define NJI_DRIVER_LEAST 11040 /* 11.4 */
 
-#define NJI_DRIVER_SYMBOL(member, name) {name, offsetof(nji_driver, member), 0}
+#define NJI_DRIVER_SYMBOL(member, name)                                                            \
+    { name, offsetof(nji_driver, member), 0 }
 static const nji_symbol nji_driver_symbols[] = {
     NJI_DRIVER_SYMBOL(cuInit, "cuInit"),
     NJI_DRIVER_SYMBOL(cuDriverGetVersion, "cuDriverGetVersion"),
@@ -347,29 +351,34 @@ static nj_status nji_driver_start(nji_driver *driver, const char *call) {
     int result = driver->cuInit(0);
     if (result == NJI_CU_NO_DEVICE) return nji_fail(NJ_UNSUPPORTED, "%s: no CUDA device", call);
     if (result == NJI_CU_STUB_LIBRARY) {
-        return nji_fail(NJ_LIBRARY_NOT_FOUND, "%s: the CUDA driver found is the toolkit's stub: "
-                        "install NVIDIA's driver", call);
+        return nji_fail(NJ_LIBRARY_NOT_FOUND,
+                        "%s: the CUDA driver found is the toolkit's stub: "
+                        "install NVIDIA's driver",
+                        call);
     }
     if (result != NJI_CU_SUCCESS) return nji_driver_fail(driver, result, call, "cuInit");
     result = driver->cuDriverGetVersion(&driver->version);
-    if (result != NJI_CU_SUCCESS) return nji_driver_fail(driver, result, call, "cuDriverGetVersion");
+    if (result != NJI_CU_SUCCESS)
+        return nji_driver_fail(driver, result, call, "cuDriverGetVersion");
     if (driver->version < NJI_DRIVER_LEAST) {
-        return nji_fail_sized(NJ_UNSUPPORTED, NJI_DRIVER_LEAST, (uint64_t)driver->version,
-                              "%s: the driver is for CUDA %d.%d: one for CUDA %d.%d or newer is needed",
-                              call, driver->version / 1000, driver->version % 1000 / 10,
-                              NJI_DRIVER_LEAST / 1000, NJI_DRIVER_LEAST % 1000 / 10);
+        return nji_fail_sized(
+            NJ_UNSUPPORTED, NJI_DRIVER_LEAST, (uint64_t)driver->version,
+            "%s: the driver is for CUDA %d.%d: one for CUDA %d.%d or newer is needed", call,
+            driver->version / 1000, driver->version % 1000 / 10, NJI_DRIVER_LEAST / 1000,
+            NJI_DRIVER_LEAST % 1000 / 10);
     }
     return NJ_OK;
 }
 
-/* Opens and initializes the driver: path and nothing else when given, else the system's. A driver that
-   is loaded already is found by its name. Errors: LIBRARY_NOT_FOUND (the text lists what was tried);
-   UNSUPPORTED (no device, too old); OUT_OF_MEMORY; DRIVER. Zeroed on failure. */
+/* Opens and initializes the driver: path and nothing else when given, else the system's. A driver
+   that is loaded already is found by its name. Errors: LIBRARY_NOT_FOUND (the text lists what was
+   tried); UNSUPPORTED (no device, too old); OUT_OF_MEMORY; DRIVER. Zeroed on failure. */
 static nj_status nji_driver_open(nji_driver *driver, const char *path, const char *call) {
 #ifdef _WIN32
     static const char *const names[] = {"nvcuda.dll"};
 #else
-    static const char *const names[] = {"libcuda.so.1", "libcuda.so", "/usr/lib/wsl/lib/libcuda.so.1"};
+    static const char *const names[] = {"libcuda.so.1", "libcuda.so",
+                                        "/usr/lib/wsl/lib/libcuda.so.1"};
 #endif
     const char *const *candidates = path ? &path : names;
     size_t i, count = path ? 1 : sizeof names / sizeof names[0];
@@ -377,9 +386,11 @@ static nj_status nji_driver_open(nji_driver *driver, const char *path, const cha
     nj_status status;
     memset(driver, 0, sizeof *driver);
     memset(&search, 0, sizeof search);
-    for (i = 0; i < count && !driver->library; i++) nji_driver_load(driver, candidates[i], &search);
+    for (i = 0; i < count && !driver->library; i++)
+        nji_driver_load(driver, candidates[i], &search);
     if (!driver->library) {
-        return nji_fail(search.status, "%s: no CUDA driver could be opened; tried %s", call, search.text);
+        return nji_fail(search.status, "%s: no CUDA driver could be opened; tried %s", call,
+                        search.text);
     }
     status = nji_driver_start(driver, call);
     if (status != NJ_OK) nji_driver_close(driver);
@@ -392,14 +403,15 @@ static nj_status nji_driver_open(nji_driver *driver, const char *path, const cha
 #define NJI_NVRTC_LEAST_MAJOR 11
 #define NJI_NVRTC_LEAST_MINOR 2
 
-#define NJI_NVRTC_SYMBOL(name) {#name, offsetof(nji_nvrtc, name), 0}
+#define NJI_NVRTC_SYMBOL(name)                                                                     \
+    { #name, offsetof(nji_nvrtc, name), 0 }
 static const nji_symbol nji_nvrtc_symbols[] = {
-    NJI_NVRTC_SYMBOL(nvrtcVersion),           NJI_NVRTC_SYMBOL(nvrtcGetErrorString),
-    NJI_NVRTC_SYMBOL(nvrtcCreateProgram),     NJI_NVRTC_SYMBOL(nvrtcDestroyProgram),
-    NJI_NVRTC_SYMBOL(nvrtcCompileProgram),    NJI_NVRTC_SYMBOL(nvrtcGetProgramLogSize),
-    NJI_NVRTC_SYMBOL(nvrtcGetProgramLog),     NJI_NVRTC_SYMBOL(nvrtcGetPTXSize),
-    NJI_NVRTC_SYMBOL(nvrtcGetPTX),            NJI_NVRTC_SYMBOL(nvrtcGetCUBINSize),
-    NJI_NVRTC_SYMBOL(nvrtcGetCUBIN),          NJI_NVRTC_SYMBOL(nvrtcGetNumSupportedArchs),
+    NJI_NVRTC_SYMBOL(nvrtcVersion),          NJI_NVRTC_SYMBOL(nvrtcGetErrorString),
+    NJI_NVRTC_SYMBOL(nvrtcCreateProgram),    NJI_NVRTC_SYMBOL(nvrtcDestroyProgram),
+    NJI_NVRTC_SYMBOL(nvrtcCompileProgram),   NJI_NVRTC_SYMBOL(nvrtcGetProgramLogSize),
+    NJI_NVRTC_SYMBOL(nvrtcGetProgramLog),    NJI_NVRTC_SYMBOL(nvrtcGetPTXSize),
+    NJI_NVRTC_SYMBOL(nvrtcGetPTX),           NJI_NVRTC_SYMBOL(nvrtcGetCUBINSize),
+    NJI_NVRTC_SYMBOL(nvrtcGetCUBIN),         NJI_NVRTC_SYMBOL(nvrtcGetNumSupportedArchs),
     NJI_NVRTC_SYMBOL(nvrtcGetSupportedArchs)};
 #undef NJI_NVRTC_SYMBOL
 
@@ -412,8 +424,8 @@ static void nji_nvrtc_close(nji_nvrtc *nvrtc) {
 static int nji_nvrtc_adopt(nji_nvrtc *nvrtc, void *library, const char *name, nji_search *search) {
     char reason[256];
     nj_status status = NJ_UNSUPPORTED;
-    const char *lacking = nji_symbols_resolve(nvrtc, library, nji_nvrtc_symbols,
-                                              sizeof nji_nvrtc_symbols / sizeof nji_nvrtc_symbols[0]);
+    const char *lacking = nji_symbols_resolve(
+        nvrtc, library, nji_nvrtc_symbols, sizeof nji_nvrtc_symbols / sizeof nji_nvrtc_symbols[0]);
     nvrtc->library = library;
     if (!nvrtc->nvrtcVersion ||
         nvrtc->nvrtcVersion(&nvrtc->major, &nvrtc->minor) != NJI_NVRTC_SUCCESS) {
@@ -424,8 +436,8 @@ static int nji_nvrtc_adopt(nji_nvrtc *nvrtc, void *library, const char *name, nj
         snprintf(reason, sizeof reason, "version %d.%d: %d.%d or newer is needed", nvrtc->major,
                  nvrtc->minor, NJI_NVRTC_LEAST_MAJOR, NJI_NVRTC_LEAST_MINOR);
     } else if (lacking) {
-        snprintf(reason, sizeof reason, "version %d.%d, but it lacks %s", nvrtc->major, nvrtc->minor,
-                 lacking);
+        snprintf(reason, sizeof reason, "version %d.%d, but it lacks %s", nvrtc->major,
+                 nvrtc->minor, lacking);
     } else {
         snprintf(nvrtc->path, sizeof nvrtc->path, "%s", name);
         return 1;
@@ -445,8 +457,8 @@ static int nji_nvrtc_load(nji_nvrtc *nvrtc, const char *name, nji_search *search
 
 #ifdef __linux__
 /* NVRTC as a PyPI wheel, in the site-packages beside the program when that is a Python (or a script
-   in a virtual environment's bin). The path it was started by, since /proc/self/exe would lead out of
-   the virtual environment. */
+   in a virtual environment's bin). The path it was started by, since /proc/self/exe would lead out
+   of the virtual environment. */
 static int nji_nvrtc_load_wheel(nji_nvrtc *nvrtc, nji_search *search) {
     static const char *const files[] = {"cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12",
                                         "cuda_nvrtc/lib/libnvrtc.so.11.2"};
@@ -470,10 +482,12 @@ static int nji_nvrtc_load_wheel(nji_nvrtc *nvrtc, nji_search *search) {
 }
 #endif
 
-/* The one that the process has loaded, whichever it is, comes first: a second NVRTC costs 100 MB. */
+/* The one that the process has loaded, whichever it is, comes first: a second NVRTC costs 100 MB.
+ */
 static int nji_nvrtc_find(nji_nvrtc *nvrtc, nji_search *search) {
 #ifdef _WIN32
-    static const char *const names[] = {"nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll"};
+    static const char *const names[] = {"nvrtc64_130_0.dll", "nvrtc64_120_0.dll",
+                                        "nvrtc64_112_0.dll"};
 #else
     static const char *const names[] = {"libnvrtc.so.13",
                                         "libnvrtc.so.12",
@@ -497,8 +511,9 @@ static int nji_nvrtc_find(nji_nvrtc *nvrtc, nji_search *search) {
 #endif
 }
 
-/* Opens NVRTC: path and nothing else when given, else it is searched for. Errors: LIBRARY_NOT_FOUND and
-   UNSUPPORTED (all that were found are too old); the text lists what was tried. Zeroed on failure. */
+/* Opens NVRTC: path and nothing else when given, else it is searched for. Errors: LIBRARY_NOT_FOUND
+   and UNSUPPORTED (all that were found are too old); the text lists what was tried. Zeroed on
+   failure. */
 static nj_status nji_nvrtc_open(nji_nvrtc *nvrtc, const char *path, const char *call) {
     nji_search search;
     memset(nvrtc, 0, sizeof *nvrtc);
