@@ -34,7 +34,8 @@ template <> struct nji_math<double> {
 };
 typedef nji_math<NJI_X>::type nji_real;
 
-#define NJI_INLINE static __device__ __forceinline__
+/* A kernel uses some of these: the compiler's word on the others would fill the user's log. */
+#define NJI_INLINE static __device__ __forceinline__ __attribute__((unused))
 
 #if __CUDACC_VER_MAJOR__ >= 12
 #define NJI_PARAMETER const __grid_constant__ nji_problem

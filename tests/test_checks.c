@@ -746,6 +746,7 @@ static void operands_that_the_plan_does_not_use_are_not_looked_at(void **state) 
     nj_args args = good_args();
     nj_desc desc = backward_desc();
     nj_plan *plan;
+    int i;
     (void)state;
     memset(&args.dy, POISON, sizeof args.dy);
     memset(&args.dx, POISON, sizeof args.dx);
@@ -765,6 +766,11 @@ static void operands_that_the_plan_does_not_use_are_not_looked_at(void **state) 
     memset(&args.dx, POISON, sizeof args.dx);
     memset(&args.dgamma, POISON, sizeof args.dgamma);
     accepts(plan, &args);
+    for (i = 0; i < ROWS * COLS; i++)
+        ((float *)slot(1))[i] = (float)(i / COLS);
+    assert_int_equal(nj_plan_run(plan, &args, workspace, sizeof workspace, NULL), NJ_OK);
+    for (i = 0; i < COLS; i++)
+        assert_true(((float *)slot(9))[i] == 0 + 1 + 2 + 3);
     nj_plan_destroy(plan);
 }
 
