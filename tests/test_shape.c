@@ -549,7 +549,7 @@ static nji_problem forward_problem(int rank, const int64_t *shape, uint32_t norm
     nji_views set;
     nji_problem problem;
     int64_t param[NJ_MAX_RANK], stat[NJ_MAX_RANK];
-    int32_t param_rank, stat_rank;
+    int32_t param_rank = 0, stat_rank = 0;
     memset(&desc, 0, sizeof desc);
     desc.rank = rank;
     memcpy(desc.shape, shape, (size_t)rank * sizeof *shape);

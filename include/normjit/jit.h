@@ -19,6 +19,7 @@ typedef struct nji_jit {
     char *cache_dir;          /* NULL: off */
     uint64_t cache_max_bytes; /* never 0 */
     nji_log log;
+    int ptx_noted;        /* the log knows that NVRTC is older than the device */
     nj_cache_stats stats; /* guarded by the caller's lock, which nji_jit_image needs */
 } nji_jit;
 
@@ -417,6 +418,7 @@ typedef struct nji_jit_target {
     char option[48];  /* --gpu-architecture=sm_90 */
     const char *name; /* sm_90, within option */
     int is_ptx;
+    int knows_minimal; /* NVRTC has --minimal */
 } nji_jit_target;
 
 /* A cubin for arch when this NVRTC knows it, else PTX for the newest virtual architecture below. */
@@ -429,7 +431,7 @@ static nj_status nji_jit_target_choose(const nji_jit *jit, const nji_jit_request
     if (nvrtc->nvrtcGetNumSupportedArchs(&count) != NJI_NVRTC_SUCCESS || count < 1) count = 0;
     archs = (int *)NJ_MALLOC(((size_t)count + 1) * sizeof *archs);
     if (!archs) return nji_out_of_memory(call, ((size_t)count + 1) * sizeof *archs);
-    if (nvrtc->nvrtcGetSupportedArchs(archs) != NJI_NVRTC_SUCCESS) count = 0;
+    if (count > 0 && nvrtc->nvrtcGetSupportedArchs(archs) != NJI_NVRTC_SUCCESS) count = 0;
     for (i = 0; i < count; i++) {
         if (archs[i] <= request->arch && archs[i] > best) best = archs[i];
     }
@@ -443,12 +445,7 @@ static nj_status nji_jit_target_choose(const nji_jit *jit, const nji_jit_request
     snprintf(out->option, sizeof out->option, "%s%s_%d%s", prefix, out->is_ptx ? "compute" : "sm",
              best, !out->is_ptx && request->arch_specific && best >= 90 ? "a" : "");
     out->name = out->option + sizeof prefix - 1;
-    if (out->is_ptx) {
-        nji_note(&jit->log, NJ_LOG_WARNING,
-                 "NVRTC %d.%d does not know sm_%d: it compiles to PTX for %s, which the driver "
-                 "assembles",
-                 nvrtc->major, nvrtc->minor, request->arch, out->name);
-    }
+    out->knows_minimal = nvrtc->major > 12 || (nvrtc->major == 12 && nvrtc->minor >= 4);
     return NJ_OK;
 }
 
@@ -480,15 +477,9 @@ static nj_status nji_jit_compile_fail(const nji_jit *jit, const nji_jit_request 
         if (length > 0) used += (size_t)length;
     }
     if (result == NJI_NVRTC_BUILTINS_FAILED) {
-#ifdef _WIN32
-        const char *file = "nvrtc-builtins64_%d%d.dll";
-#else
-        const char *file = "libnvrtc-builtins.so.%d.%d";
-#endif
-        char name[64];
-        snprintf(name, sizeof name, file, nvrtc->major, nvrtc->minor);
-        snprintf(builtins, sizeof builtins, "; NVRTC was loaded as %s and needs %s beside it",
-                 nvrtc->path, name);
+        snprintf(builtins, sizeof builtins,
+                 "; NVRTC was loaded as %s and needs " NJI_NVRTC_BUILTINS " beside it", nvrtc->path,
+                 nvrtc->major, nvrtc->minor);
     }
     nji_fail(result == NJI_NVRTC_OUT_OF_MEMORY ? NJ_OUT_OF_MEMORY : NJ_COMPILE_FAILED,
              "%s: NVRTC %d.%d could not compile %s for %s with %s: %s%s%s%s", call, nvrtc->major,
@@ -506,9 +497,8 @@ static const char *const nji_jit_common_options[] = {"--std=c++14",
 #define NJI_JIT_COMMON (int)(sizeof nji_jit_common_options / sizeof nji_jit_common_options[0])
 
 /* The target, the common options, the request's. NJ_FREE it. */
-static nj_status nji_jit_options_make(const nji_jit *jit, const nji_jit_request *request,
-                                      const nji_jit_target *target, const char ***out, int *count,
-                                      const char *call) {
+static nj_status nji_jit_options_make(const nji_jit_request *request, const nji_jit_target *target,
+                                      const char ***out, int *count, const char *call) {
     size_t bytes = (size_t)(2 + NJI_JIT_COMMON + request->option_count) * sizeof **out;
     int used = 0, i;
     const char **options = (const char **)NJ_MALLOC(bytes);
@@ -517,10 +507,8 @@ static nj_status nji_jit_options_make(const nji_jit *jit, const nji_jit_request 
     options[used++] = target->option;
     for (i = 0; i < NJI_JIT_COMMON; i++)
         options[used++] = nji_jit_common_options[i];
-    /* since 12.4: leaves out declarations that no kernel of ours uses, and halves the time */
-    if (jit->nvrtc.major > 12 || (jit->nvrtc.major == 12 && jit->nvrtc.minor >= 4)) {
-        options[used++] = "--minimal";
-    }
+    /* leaves out declarations that no kernel of ours uses, and halves the time */
+    if (target->knows_minimal) options[used++] = "--minimal";
     for (i = 0; i < request->option_count; i++)
         options[used++] = request->options[i];
     *count = used;
@@ -539,20 +527,33 @@ static nj_status nji_jit_image_take(const nji_nvrtc *nvrtc, nji_nvrtc_program pr
     return NJ_OK;
 }
 
+/* Once is enough: it will be so for every kernel. */
+static void nji_jit_note_ptx(nji_jit *jit, const nji_jit_request *request,
+                             const nji_jit_target *target) {
+    if (jit->ptx_noted) return;
+    jit->ptx_noted = 1;
+    nji_note(
+        &jit->log, NJ_LOG_WARNING,
+        "NVRTC %d.%d does not know sm_%d: it compiles to PTX for %s, which the driver assembles",
+        jit->nvrtc.major, jit->nvrtc.minor, request->arch, target->name);
+}
+
+/* Warnings of the compiler are told to nobody: a user could not act on them. */
 static nj_status nji_jit_compile(nji_jit *jit, const nji_jit_request *request, nji_image *out,
                                  const char *call) {
     const nji_nvrtc *nvrtc = &jit->nvrtc;
     nji_nvrtc_program program = NULL;
     nji_jit_target target;
     const char **options = NULL;
-    char *source = NULL, *log = NULL;
+    char *source = NULL;
     size_t size;
     int result, option_count = 0;
     nj_status status = nji_jit_target_choose(jit, request, &target, call);
     if (status != NJ_OK) return status;
+    if (target.is_ptx) nji_jit_note_ptx(jit, request, &target);
     status = nji_jit_join(request->lines, &source, &size, call);
     if (status != NJ_OK) goto done;
-    status = nji_jit_options_make(jit, request, &target, &options, &option_count, call);
+    status = nji_jit_options_make(request, &target, &options, &option_count, call);
     if (status != NJ_OK) goto done;
     result = nvrtc->nvrtcCreateProgram(&program, source, request->name, 0, NULL, NULL);
     if (result == NJI_NVRTC_SUCCESS) {
@@ -567,11 +568,8 @@ static nj_status nji_jit_compile(nji_jit *jit, const nji_jit_request *request, n
         goto done;
     }
     jit->stats.compiles++;
-    log = nji_jit_log_text(nvrtc, program);
-    if (log) nji_note(&jit->log, NJ_LOG_WARNING, "%s for %s: %s", request->name, target.name, log);
 done:
     if (status != NJ_OK) nji_image_free(out);
-    NJ_FREE(log);
     if (program) nvrtc->nvrtcDestroyProgram(&program);
     NJ_FREE((void *)options);
     NJ_FREE(source);
