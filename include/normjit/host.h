@@ -842,6 +842,10 @@ static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64
 
 static void nji_host_read_stats(const nji_host_job *job, nji_host_work *work, const nji_operand *stat,
                                 double *value) {
+    if (!stat->data) { /* dbeta alone: no statistic is given, none matters */
+        memset(value, 0, (size_t)work->rows * sizeof *value);
+        return;
+    }
     nji_host_row_offsets(job->problem, stat->stride, work->row, work->rows, work->offset);
     nji_host_types[job->stat_dtype].load[1](stat->data, work->offset, 0, value, nji_host_count, 0,
                                             work->rows, 1, 1);
@@ -1143,7 +1147,8 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
     job.partial = (char *)workspace;
     job.want_params = (grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)) != 0;
     job.add_to_out = (grads & problem->accumulate & NJ_GRAD_DX) != 0;
-    job.x = nji_host_make_view(&job, &problem->x, (int)desc->dtype, 1);
+    /* dbeta alone comes without x: dy stands in for it, and what is made of it goes nowhere */
+    job.x = nji_host_make_view(&job, problem->x.data ? &problem->x : &problem->dy, (int)desc->dtype, 1);
     job.dy = nji_host_make_view(&job, &problem->dy, (int)desc->dtype, !is_forward);
     job.gamma = nji_host_make_view(&job, &problem->gamma, (int)desc->param_dtype, 1);
     job.beta = nji_host_make_view(&job, &problem->beta, (int)desc->param_dtype, is_forward);
