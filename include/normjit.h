@@ -1031,23 +1031,37 @@ typedef struct nji_tuning {
 /* Measured reasons: ptx_src/DIARY.md. */
 static const nji_tuning nji_tuning_table[] = {
     /* fwd bytes arch max_cols elements lanes threads slices resident prefetch */
-    {1, 2, 0, 1024, 32, 32, 128, 1, 1024, 0},
-    {1, 2, 90, NJI_ANY_COLS, 16, 512, 0, 8, 1024, 0},
+    {1, 2, 0, 256, 8, 32, 128, 1, 1536, 0},
+    {1, 2, 90, 1024, 32, 32, 256, 1, 1024, 0},
+    {1, 2, 0, 1024, 32, 32, 256, 1, 768, 0},
+    {1, 2, 0, 16384, 32, 512, 0, 1, 1024, 0},
+    {1, 2, 90, 65536, 16, 512, 0, 8, 1024, 0},
+    {1, 2, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
     {1, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
-    {1, 4, 0, 1024, 32, 32, 128, 1, 1024, 0},
-    {1, 4, 90, NJI_ANY_COLS, 16, 512, 0, 8, 1024, 0},
+    {1, 4, 0, 128, 4, 32, 128, 1, 1536, 0},
+    {1, 4, 0, 1024, 32, 32, 256, 1, 768, 0},
+    {1, 4, 0, 8192, 16, 512, 0, 1, 1024, 0},
+    {1, 4, 0, 16384, 32, 512, 0, 1, 512, 0},
+    {1, 4, 90, 65536, 16, 512, 0, 8, 1024, 0},
+    {1, 4, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
     {1, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
     {1, 8, 0, 512, 16, 32, 128, 1, 512, 0},
-    {1, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0},
-    {1, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0},
-    {0, 2, 0, 768, 24, 32, 256, 1, 256, 1},
-    {0, 2, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 1},
+    {1, 8, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0},
+    {1, 8, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
+    {0, 2, 0, 256, 8, 32, 256, 1, 1024, 0},
+    {0, 2, 0, 768, 24, 32, 64, 1, 256, 1},
+    {0, 2, 0, 1024, 32, 32, 64, 1, 256, 1},
+    {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1},
+    {0, 2, 0, 12288, 24, 512, 0, 1, 512, 0},
+    {0, 2, 90, 98304, 24, 512, 0, 8, 384, 1},
     {0, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 1},
-    {0, 4, 0, 512, 16, 32, 256, 1, 256, 1},
-    {0, 4, 90, NJI_ANY_COLS, 16, 256, 0, 8, 256, 1},
+    {0, 4, 0, 128, 4, 32, 256, 1, 1024, 1},
+    {0, 4, 0, 768, 24, 32, 64, 1, 256, 1},
+    {0, 4, 0, 4096, 8, 512, 0, 1, 1024, 0},
+    {0, 4, 90, 65536, 32, 256, 0, 8, 256, 1},
     {0, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
-    {0, 8, 0, 256, 8, 32, 256, 1, 256, 1},
-    {0, 8, 90, NJI_ANY_COLS, 8, 256, 0, 8, 256, 1},
+    {0, 8, 0, 256, 8, 32, 128, 1, 256, 1},
+    {0, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0},
     {0, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0},
 };
 
@@ -1103,7 +1117,8 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
     int per_slice;
     choice->vec = 16 / (int)nj_dtype_size(desc->dtype);
     while (cols % choice->vec != 0) choice->vec /= 2;
-    choice->prefetch = row->prefetch;
+    /* Narrow packs waste registers: there is no room for a second row. */
+    choice->prefetch = row->prefetch && choice->vec * (int)nj_dtype_size(desc->dtype) >= 8;
     slices = nji_ceil_div(cols, (int64_t)row->elements * row->max_lanes);
     if (row->max_slices > 1 && slices > 1 && slices <= row->max_slices) {
         slices = nji_power_of_two_above((int)slices);
@@ -2127,6 +2142,10 @@ static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64
 
 static void nji_host_read_stats(const nji_host_job *job, nji_host_work *work, const nji_operand *stat,
                                 double *value) {
+    if (!stat->data) { /* dbeta alone: no statistic is given, none matters */
+        memset(value, 0, (size_t)work->rows * sizeof *value);
+        return;
+    }
     nji_host_row_offsets(job->problem, stat->stride, work->row, work->rows, work->offset);
     nji_host_types[job->stat_dtype].load[1](stat->data, work->offset, 0, value, nji_host_count, 0,
                                             work->rows, 1, 1);
@@ -2428,7 +2447,8 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
     job.partial = (char *)workspace;
     job.want_params = (grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)) != 0;
     job.add_to_out = (grads & problem->accumulate & NJ_GRAD_DX) != 0;
-    job.x = nji_host_make_view(&job, &problem->x, (int)desc->dtype, 1);
+    /* dbeta alone comes without x: dy stands in for it, and what is made of it goes nowhere */
+    job.x = nji_host_make_view(&job, problem->x.data ? &problem->x : &problem->dy, (int)desc->dtype, 1);
     job.dy = nji_host_make_view(&job, &problem->dy, (int)desc->dtype, !is_forward);
     job.gamma = nji_host_make_view(&job, &problem->gamma, (int)desc->param_dtype, 1);
     job.beta = nji_host_make_view(&job, &problem->beta, (int)desc->param_dtype, is_forward);
@@ -2869,6 +2889,13 @@ static nj_status nji_driver_open(nji_driver *driver, const char *path, const cha
 #define NJI_NVRTC_LEAST_MAJOR 11
 #define NJI_NVRTC_LEAST_MINOR 2
 
+/* The file that NVRTC opens when it compiles; its version in it. */
+#ifdef _WIN32
+#define NJI_NVRTC_BUILTINS "nvrtc-builtins64_%d%d.dll"
+#else
+#define NJI_NVRTC_BUILTINS "libnvrtc-builtins.so.%d.%d"
+#endif
+
 #define NJI_NVRTC_SYMBOL(name)                                                                     \
     { #name, offsetof(nji_nvrtc, name), 0 }
 static const nji_symbol nji_nvrtc_symbols[] = {
@@ -3010,6 +3037,7 @@ typedef struct nji_jit {
     char *cache_dir;          /* NULL: off */
     uint64_t cache_max_bytes; /* never 0 */
     nji_log log;
+    int ptx_noted;        /* the log knows that NVRTC is older than the device */
     nj_cache_stats stats; /* guarded by the caller's lock, which nji_jit_image needs */
 } nji_jit;
 
@@ -3408,6 +3436,7 @@ typedef struct nji_jit_target {
     char option[48];  /* --gpu-architecture=sm_90 */
     const char *name; /* sm_90, within option */
     int is_ptx;
+    int knows_minimal; /* NVRTC has --minimal */
 } nji_jit_target;
 
 /* A cubin for arch when this NVRTC knows it, else PTX for the newest virtual architecture below. */
@@ -3420,7 +3449,7 @@ static nj_status nji_jit_target_choose(const nji_jit *jit, const nji_jit_request
     if (nvrtc->nvrtcGetNumSupportedArchs(&count) != NJI_NVRTC_SUCCESS || count < 1) count = 0;
     archs = (int *)NJ_MALLOC(((size_t)count + 1) * sizeof *archs);
     if (!archs) return nji_out_of_memory(call, ((size_t)count + 1) * sizeof *archs);
-    if (nvrtc->nvrtcGetSupportedArchs(archs) != NJI_NVRTC_SUCCESS) count = 0;
+    if (count > 0 && nvrtc->nvrtcGetSupportedArchs(archs) != NJI_NVRTC_SUCCESS) count = 0;
     for (i = 0; i < count; i++) {
         if (archs[i] <= request->arch && archs[i] > best) best = archs[i];
     }
@@ -3434,12 +3463,7 @@ static nj_status nji_jit_target_choose(const nji_jit *jit, const nji_jit_request
     snprintf(out->option, sizeof out->option, "%s%s_%d%s", prefix, out->is_ptx ? "compute" : "sm",
              best, !out->is_ptx && request->arch_specific && best >= 90 ? "a" : "");
     out->name = out->option + sizeof prefix - 1;
-    if (out->is_ptx) {
-        nji_note(&jit->log, NJ_LOG_WARNING,
-                 "NVRTC %d.%d does not know sm_%d: it compiles to PTX for %s, which the driver "
-                 "assembles",
-                 nvrtc->major, nvrtc->minor, request->arch, out->name);
-    }
+    out->knows_minimal = nvrtc->major > 12 || (nvrtc->major == 12 && nvrtc->minor >= 4);
     return NJ_OK;
 }
 
@@ -3471,15 +3495,9 @@ static nj_status nji_jit_compile_fail(const nji_jit *jit, const nji_jit_request 
         if (length > 0) used += (size_t)length;
     }
     if (result == NJI_NVRTC_BUILTINS_FAILED) {
-#ifdef _WIN32
-        const char *file = "nvrtc-builtins64_%d%d.dll";
-#else
-        const char *file = "libnvrtc-builtins.so.%d.%d";
-#endif
-        char name[64];
-        snprintf(name, sizeof name, file, nvrtc->major, nvrtc->minor);
-        snprintf(builtins, sizeof builtins, "; NVRTC was loaded as %s and needs %s beside it",
-                 nvrtc->path, name);
+        snprintf(builtins, sizeof builtins,
+                 "; NVRTC was loaded as %s and needs " NJI_NVRTC_BUILTINS " beside it", nvrtc->path,
+                 nvrtc->major, nvrtc->minor);
     }
     nji_fail(result == NJI_NVRTC_OUT_OF_MEMORY ? NJ_OUT_OF_MEMORY : NJ_COMPILE_FAILED,
              "%s: NVRTC %d.%d could not compile %s for %s with %s: %s%s%s%s", call, nvrtc->major,
@@ -3497,9 +3515,8 @@ static const char *const nji_jit_common_options[] = {"--std=c++14",
 #define NJI_JIT_COMMON (int)(sizeof nji_jit_common_options / sizeof nji_jit_common_options[0])
 
 /* The target, the common options, the request's. NJ_FREE it. */
-static nj_status nji_jit_options_make(const nji_jit *jit, const nji_jit_request *request,
-                                      const nji_jit_target *target, const char ***out, int *count,
-                                      const char *call) {
+static nj_status nji_jit_options_make(const nji_jit_request *request, const nji_jit_target *target,
+                                      const char ***out, int *count, const char *call) {
     size_t bytes = (size_t)(2 + NJI_JIT_COMMON + request->option_count) * sizeof **out;
     int used = 0, i;
     const char **options = (const char **)NJ_MALLOC(bytes);
@@ -3508,10 +3525,8 @@ static nj_status nji_jit_options_make(const nji_jit *jit, const nji_jit_request 
     options[used++] = target->option;
     for (i = 0; i < NJI_JIT_COMMON; i++)
         options[used++] = nji_jit_common_options[i];
-    /* since 12.4: leaves out declarations that no kernel of ours uses, and halves the time */
-    if (jit->nvrtc.major > 12 || (jit->nvrtc.major == 12 && jit->nvrtc.minor >= 4)) {
-        options[used++] = "--minimal";
-    }
+    /* leaves out declarations that no kernel of ours uses, and halves the time */
+    if (target->knows_minimal) options[used++] = "--minimal";
     for (i = 0; i < request->option_count; i++)
         options[used++] = request->options[i];
     *count = used;
@@ -3530,20 +3545,33 @@ static nj_status nji_jit_image_take(const nji_nvrtc *nvrtc, nji_nvrtc_program pr
     return NJ_OK;
 }
 
+/* Once is enough: it will be so for every kernel. */
+static void nji_jit_note_ptx(nji_jit *jit, const nji_jit_request *request,
+                             const nji_jit_target *target) {
+    if (jit->ptx_noted) return;
+    jit->ptx_noted = 1;
+    nji_note(
+        &jit->log, NJ_LOG_WARNING,
+        "NVRTC %d.%d does not know sm_%d: it compiles to PTX for %s, which the driver assembles",
+        jit->nvrtc.major, jit->nvrtc.minor, request->arch, target->name);
+}
+
+/* Warnings of the compiler are told to nobody: a user could not act on them. */
 static nj_status nji_jit_compile(nji_jit *jit, const nji_jit_request *request, nji_image *out,
                                  const char *call) {
     const nji_nvrtc *nvrtc = &jit->nvrtc;
     nji_nvrtc_program program = NULL;
     nji_jit_target target;
     const char **options = NULL;
-    char *source = NULL, *log = NULL;
+    char *source = NULL;
     size_t size;
     int result, option_count = 0;
     nj_status status = nji_jit_target_choose(jit, request, &target, call);
     if (status != NJ_OK) return status;
+    if (target.is_ptx) nji_jit_note_ptx(jit, request, &target);
     status = nji_jit_join(request->lines, &source, &size, call);
     if (status != NJ_OK) goto done;
-    status = nji_jit_options_make(jit, request, &target, &options, &option_count, call);
+    status = nji_jit_options_make(request, &target, &options, &option_count, call);
     if (status != NJ_OK) goto done;
     result = nvrtc->nvrtcCreateProgram(&program, source, request->name, 0, NULL, NULL);
     if (result == NJI_NVRTC_SUCCESS) {
@@ -3558,11 +3586,8 @@ static nj_status nji_jit_compile(nji_jit *jit, const nji_jit_request *request, n
         goto done;
     }
     jit->stats.compiles++;
-    log = nji_jit_log_text(nvrtc, program);
-    if (log) nji_note(&jit->log, NJ_LOG_WARNING, "%s for %s: %s", request->name, target.name, log);
 done:
     if (status != NJ_OK) nji_image_free(out);
-    NJ_FREE(log);
     if (program) nvrtc->nvrtcDestroyProgram(&program);
     NJ_FREE((void *)options);
     NJ_FREE(source);
@@ -3646,7 +3671,7 @@ static nj_status nji_jit_open(nji_jit *jit, const nj_ctx_desc *desc, const char 
 }
 
 /* ==== kernels =================================================================================== */
-#define NJI_PROGRAM_ROWS_HASH 0x146733d128b23219ull
+#define NJI_PROGRAM_ROWS_HASH 0xe7d5bdf77cbfd509ull
 static const char *const nji_program_rows[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -3696,7 +3721,7 @@ static const char *const nji_program_rows[] = {
     "typedef double type;\n",
     "};\n",
     "typedef nji_math<NJI_X>::type nji_real;\n",
-    "#define NJI_INLINE static __device__ __forceinline__\n",
+    "#define NJI_INLINE static __device__ __forceinline__ __attribute__((unused))\n",
     "#if __CUDACC_VER_MAJOR__ >= 12\n",
     "#define NJI_PARAMETER const __grid_constant__ nji_problem\n",
     "#else\n",
@@ -4349,7 +4374,7 @@ static const char *const nji_program_rows[] = {
     "#endif\n",
     "#endif\n",
     NULL};
-#define NJI_PROGRAM_STRIDED_HASH 0xe2606429e446706dull
+#define NJI_PROGRAM_STRIDED_HASH 0x731e9f43355718ddull
 static const char *const nji_program_strided[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -4399,7 +4424,7 @@ static const char *const nji_program_strided[] = {
     "typedef double type;\n",
     "};\n",
     "typedef nji_math<NJI_X>::type nji_real;\n",
-    "#define NJI_INLINE static __device__ __forceinline__\n",
+    "#define NJI_INLINE static __device__ __forceinline__ __attribute__((unused))\n",
     "#if __CUDACC_VER_MAJOR__ >= 12\n",
     "#define NJI_PARAMETER const __grid_constant__ nji_problem\n",
     "#else\n",
