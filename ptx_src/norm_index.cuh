@@ -1,7 +1,12 @@
 // Offsets of rows and columns; statistics. Used by every family.
 //
-// The build defines NJI_STAT_CODE: the nj_dtype of the statistics, a constant, or p.stat_dtype in kernels
-// that serve any type.
+// The build defines NJI_STAT_CODE: the nj_dtype of the statistics, a constant, or p.stat_dtype in a
+// build for any type.
+
+// Kept out of line: the 64-bit division is long, stands in many places and is seldom reached.
+static __device__ __noinline__ nji_i64 nji_divide(nji_i64 index, nji_i64 extent) {
+    return index / extent;
+}
 
 // Where a column lies within a row of the operand, in elements. (With no col dims col is 0.)
 NJI_INLINE nji_i64 nji_col_offset(const nji_problem &p, const nji_operand &operand, nji_i64 col) {
@@ -9,7 +14,7 @@ NJI_INLINE nji_i64 nji_col_offset(const nji_problem &p, const nji_operand &opera
     if (p.col_dims == 0) return 0;
 #pragma unroll 1
     for (int d = p.row_dims + p.col_dims - 1; d > p.row_dims; d--) {
-        const nji_i64 outer = col / p.extent[d];
+        const nji_i64 outer = nji_divide(col, p.extent[d]);
         offset += (col - outer * p.extent[d]) * operand.stride[d];
         col = outer;
     }
@@ -26,7 +31,7 @@ NJI_INLINE nji_offsets nji_row_offsets(const nji_problem &p, const nji_operand &
     nji_offsets at = {0, 0, 0, 0, 0};
 #pragma unroll 1
     for (int d = p.row_dims - 1; d > 0; d--) {
-        const nji_i64 outer = row / p.extent[d], index = row - outer * p.extent[d];
+        const nji_i64 outer = nji_divide(row, p.extent[d]), index = row - outer * p.extent[d];
         at.x += index * p.x.stride[d];
         at.dy += index * p.dy.stride[d];
         at.out += index * out.stride[d];

@@ -1,10 +1,13 @@
-// Rows and columns of any strides, any number of dims, any parameter and statistic type: what the other
-// families do not take, and the fallback where nothing can be compiled.
+// Rows and columns of any strides and any number of dims: what the other families do not take, and the
+// fallback where nothing can be compiled.
 //
 // Mapping. Blocks of 256 threads work on p.row_lanes rows at a time, 256 / p.row_lanes threads to a row.
 // With p.rows_fast neighbouring threads take neighbouring rows (channels first), else neighbouring
 // columns: whichever lie closer in memory. rows, cols >= 0; x and dy are read again for each pass, mostly
 // from cache. No atomics; the order of every sum is fixed. Offsets are 64-bit.
+//
+// The build defines, beside the types: NJI_PARAM_CODE (as NJI_STAT_CODE, for the parameters),
+// NJI_FORWARD and NJI_BACKWARD (0 or 1: the kernels wanted).
 
 struct nji_place {
     int row_lane, col_lane, col_lanes;
@@ -45,8 +48,10 @@ NJI_INLINE nji_real nji_load_at(const nji_problem &p, const nji_operand &operand
 NJI_INLINE nji_real nji_load_param(const nji_problem &p, const nji_operand &operand, nji_i64 col,
                                    nji_real absent) {
     if (!operand.data) return absent;
-    return nji_load_any(operand.data, nji_col_offset(p, operand, col), p.param_dtype);
+    return nji_load_any(operand.data, nji_col_offset(p, operand, col), NJI_PARAM_CODE);
 }
+
+#if NJI_FORWARD
 
 // y, mean, rstd. y may be x. No columns: mean and rstd are 0/0.
 extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_forward(NJI_PARAMETER p) {
@@ -85,6 +90,9 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_for
     }
 }
 
+#endif
+#if NJI_BACKWARD
+
 // dx. dx may be x or dy: a thread reads an element again before it writes it, and no other reads it
 // after the sums.
 extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_backward(NJI_PARAMETER p) {
@@ -93,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_bac
     for (nji_i64 base = (nji_i64)blockIdx.x * p.row_lanes; base < p.rows; base += step) {
         const bool is_row = base + place.row_lane < p.rows;
         const nji_offsets at = nji_row_offsets(p, p.dx, is_row ? base + place.row_lane : base);
-        const nji_real mean = nji_load_any(p.mean.data, at.mean, p.stat_dtype);
-        const nji_real rstd = nji_load_any(p.rstd.data, at.rstd, p.stat_dtype);
+        const nji_real mean = nji_load_any(p.mean.data, at.mean, NJI_STAT_CODE);
+        const nji_real rstd = nji_load_any(p.rstd.data, at.rstd, NJI_STAT_CODE);
         nji_real sum_g = 0, sum_gx = 0;
 #pragma unroll 4
         for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {
@@ -136,8 +144,8 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_par
             beta += dy;
             if (wants_gamma) {
                 const nji_real x = nji_widen(((const NJI_X *)p.x.data)[at.x + x_col]);
-                const nji_real mean = nji_load_any(p.mean.data, at.mean, p.stat_dtype);
-                const nji_real rstd = nji_load_any(p.rstd.data, at.rstd, p.stat_dtype);
+                const nji_real mean = nji_load_any(p.mean.data, at.mean, NJI_STAT_CODE);
+                const nji_real rstd = nji_load_any(p.rstd.data, at.rstd, NJI_STAT_CODE);
                 gamma += dy * ((x - mean) * rstd);
             }
         }
@@ -185,7 +193,9 @@ extern "C" __global__ void __launch_bounds__(32 * NJI_SUM_LANES) nj_params_sum(N
     sum = tree[0][threadIdx.x];
     const nji_i64 at = nji_col_offset(p, out, col);
     if (p.accumulate & (is_gamma ? NJI_DGAMMA : NJI_DBETA)) {
-        sum += nji_load_any(out.data, at, p.param_dtype);
+        sum += nji_load_any(out.data, at, NJI_PARAM_CODE);
     }
-    nji_store_any(sum, out.data, at, p.param_dtype);
+    nji_store_any(sum, out.data, at, NJI_PARAM_CODE);
 }
+
+#endif

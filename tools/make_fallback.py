@@ -17,7 +17,8 @@ import amalgamate
 
 TYPES = {"f16": "nji_f16", "bf16": "nji_bf16", "f32": "float", "f64": "double"}
 FOLDER = amalgamate.KERNELS / "fallback"
-OPTIONS = ["--gpu-architecture=compute_75", "--std=c++14", "-DNJI_STAT_CODE=p.stat_dtype"]
+OPTIONS = ["--gpu-architecture=compute_75", "--std=c++14", "-DNJI_PARAM_CODE=p.param_dtype",
+           "-DNJI_STAT_CODE=p.stat_dtype", "-DNJI_FORWARD=1", "-DNJI_BACKWARD=1"]
 
 
 def source():

@@ -308,7 +308,7 @@ static nj_status nji_cuda_select_strided(nji_cuda *cuda, nji_cuda_plan *plan, co
     if (cuda->jit.has_nvrtc) {
         nji_options options;
         nji_jit_request request;
-        nji_strided_options(plan->desc.dtype, &options);
+        nji_strided_options(&plan->desc, &plan->choice, &options);
         request.name = "norm_strided.cu";
         request.lines = nji_program_strided;
         request.source_hash = NJI_PROGRAM_STRIDED_HASH;

@@ -275,9 +275,12 @@ static void nji_rows_options(const nj_desc *desc, int64_t cols, const nji_choice
     nji_add_option(options, "-DNJI_PREFETCH=%d", choice->prefetch);
 }
 
-/* For norm_strided.cu: one program for each element type. */
-static void nji_strided_options(nj_dtype dtype, nji_options *options) {
+/* For norm_strided.cu: shapes and strides are arguments; types and direction are fixed. */
+static void nji_strided_options(const nj_desc *desc, const nji_choice *choice, nji_options *options) {
     options->count = 0;
-    nji_add_option(options, "-DNJI_X=%s", nji_device_type(dtype));
-    nji_add_option(options, "-DNJI_STAT_CODE=p.stat_dtype");
+    nji_add_option(options, "-DNJI_X=%s", nji_device_type(desc->dtype));
+    nji_add_option(options, "-DNJI_PARAM_CODE=%d", (int)desc->param_dtype);
+    nji_add_option(options, "-DNJI_STAT_CODE=%d", (int)desc->stat_dtype);
+    nji_add_option(options, "-DNJI_FORWARD=%d", choice->forward);
+    nji_add_option(options, "-DNJI_BACKWARD=%d", !choice->forward);
 }
