@@ -36,10 +36,12 @@
 
 #define NJI_HOST_ROWS 32           /* rows of a panel, at most */
 #define NJI_HOST_CHUNK_BYTES 4096  /* of one panel row, at most */
-#define NJI_HOST_PANEL_BYTES 16384 /* of a panel, without the padding of its rows */
+#define NJI_HOST_PANEL_BYTES 24576 /* of a panel, without the padding of its rows */
 #define NJI_HOST_PAD_BYTES 64      /* keeps panel rows out of each other's cache sets */
 #define NJI_HOST_BUFFER_BYTES (NJI_HOST_PANEL_BYTES + NJI_HOST_ROWS * NJI_HOST_PAD_BYTES)
-#define NJI_HOST_GROUP_BYTES 196608   /* of x in the rows that are swept twice: must stay in L2 */
+#define NJI_HOST_GROUP_BYTES 98304    /* of x in the rows of a panel: must stay in L2 till swept again */
+#define NJI_HOST_SHORT_ROW 1024       /* bytes; up to there ... */
+#define NJI_HOST_SHORT_PANEL 4096     /* ... the next panel is fetched soonest behind one of a page */
 #define NJI_HOST_PARALLEL_FROM 32768  /* elements; below it threads cost more than they save */
 #define NJI_HOST_STREAM_FROM 33554432 /* bytes of an output that the last cache will not hold */
 #define NJI_HOST_PARTS 64             /* parts of the rows, at most, ... */
@@ -174,7 +176,7 @@ typedef struct nji_host_panel {
     void *out[NJI_HOST_ROWS];                         /* y or dx; may be x or dy */
     const void *gamma, *beta;                         /* the chunk of each; never null */
     void *dgamma, *dbeta;                             /* partial sums of the chunk, added to */
-    int64_t x_ahead, dy_ahead; /* bytes from a row of x, dy to the row to prefetch; 0: none */
+    int64_t ahead; /* bytes from a row of x to the row that forward prefetches; 0: none */
     int begin, end; /* the rows in hand */
     /* By row. The sums grow from chunk to chunk; in double, so chunks add no error of their own. */
     double sum[NJI_HOST_ROWS], square[NJI_HOST_ROWS];
@@ -239,10 +241,6 @@ typedef double nji_double_piece;
 #define NJI_HOST_BACKWARD_STEP(vec, k, lanes)                                                          \
     {                                                                                                  \
         vec t = NJI_READ(vec, dy + (k) * (lanes));                                                     \
-        if ((k) * (lanes) * sizeof(*x) % 64 == 0) {                                                    \
-            NJI_PREFETCH((const char *)(x + (k) * (lanes)) + panel->x_ahead);                          \
-            NJI_PREFETCH((const char *)(dy + (k) * (lanes)) + panel->dy_ahead);                        \
-        }                                                                     \
         vec h = (NJI_READ(vec, x + (k) * (lanes)) - center) * rstd;                                    \
         if (want_params) {                                                                             \
             dgamma##k += t * h;                                                                        \
@@ -349,7 +347,7 @@ typedef double nji_double_piece;
             int64_t c = 0;                                                                             \
             for (; c + lanes <= cols; c += lanes) {                                                    \
                 vec h = (NJI_READ(vec, x + c) - center) * rstd + shift;                                \
-                NJI_PREFETCH((const char *)(x + c) + panel->x_ahead);                                  \
+                NJI_PREFETCH((const char *)(x + c) + panel->ahead);                                    \
                 NJI_AT(vec, y + c) = h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c);           \
             }                                                                                          \
             for (; c < cols; c++)                                                                      \
@@ -647,7 +645,6 @@ typedef struct nji_host_work {
     NJI_CACHE_ALIGNED
     double x[NJI_HOST_BUFFER_BYTES / 8], other[NJI_HOST_BUFFER_BYTES / 8]; /* other: dy, then out */
     double gamma[NJI_HOST_CHUNK_BYTES / 8], beta[NJI_HOST_CHUNK_BYTES / 8];
-    double line[NJI_HOST_CHUNK_BYTES / 8];
 } nji_host_work;
 
 static const int64_t nji_host_count[NJI_HOST_ROWS] = {
@@ -789,13 +786,17 @@ static void nji_host_begin_work(const nji_host_job *job, nji_host_work *work) {
     }
 }
 
-/* Bytes from a row of the panel to the same row of the next panel, when that is worth fetching early:
-   while this panel is in its last sweep memory would be idle otherwise. */
-static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_work *work,
-                              const nji_host_view *view) {
-    if (!view->direct || job->problem->row_dims != 1) return 0;
+/* Whether the panel holds whole rows: then they are fetched once. */
+static int nji_host_one_chunk(const nji_host_job *job) {
+    return job->cols <= job->chunk;
+}
+
+/* Bytes from a row of x in this panel to the same row of the next, when that is worth fetching early:
+   short rows leave memory idle in their last sweep, and their next panel is near. */
+static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_work *work) {
+    if (!job->x.direct || job->problem->row_dims != 1 || !nji_host_one_chunk(job)) return 0;
     if (work->row + 2 * job->group > job->rows) return 0;
-    return job->group * view->row_stride[0] * job->real_size;
+    return job->group * job->x.row_stride[0] * job->real_size;
 }
 
 /* Points the panel's rows at the output, or at a buffer that nji_host_end_out will write from. */
@@ -813,8 +814,8 @@ static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64
     int r;
     if (job->add_to_out) {
         for (r = 0; r < work->rows; r++) {
-            nji_host_load(job, out, work->offset + r, 1, col, count, work->line);
-            job->math->add(work->panel.out[r], work->line, count);
+            nji_host_load(job, out, work->offset + r, 1, col, count, work->x);
+            job->math->add(work->panel.out[r], work->x, count);
         }
     }
     if (!job->stream_out) {
@@ -825,8 +826,8 @@ static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64
     for (r = 0; r < work->rows; r++) {
         const void *from = work->panel.out[r];
         if (narrow) {
-            narrow(from, work->line, count);
-            from = work->line;
+            narrow(from, work->x, count);
+            from = work->x;
         }
         job->isa->stream(from, out->data + (work->offset[r] + col) * out->type->size,
                          count * out->type->size);
@@ -853,11 +854,6 @@ static void nji_host_write_stats(const nji_host_job *job, nji_host_work *work, c
 /* value in the type of the arithmetic */
 static double nji_host_round(const nji_host_job *job, double value) {
     return job->wide ? value : (double)(float)value;
-}
-
-/* Whether the panel holds whole rows: then they are fetched once. */
-static int nji_host_one_chunk(const nji_host_job *job) {
-    return job->cols <= job->chunk;
 }
 
 /* Takes `step` over the panel, chunk by chunk. Row by row where memory is read in place: that keeps to
@@ -915,7 +911,7 @@ static void nji_host_forward_panel(const nji_host_job *job, nji_host_work *work)
     nji_host_panel *panel = &work->panel;
     int64_t col, count;
     nji_host_row_stats(job, work);
-    panel->x_ahead = nji_host_ahead(job, work, &job->x);
+    panel->ahead = nji_host_ahead(job, work);
     for (col = 0; col < job->cols; col += count) {
         count = nji_min_i64(job->chunk, job->cols - col);
         if (!nji_host_one_chunk(job))
@@ -950,8 +946,6 @@ static void nji_host_backward_panel(const nji_host_job *job, nji_host_work *work
     nji_host_read_stats(job, work, &job->problem->mean, panel->center);
     nji_host_read_stats(job, work, &job->problem->rstd, panel->rstd);
     if (want_dx) nji_host_row_means(job, work);
-    panel->x_ahead = nji_host_ahead(job, work, &job->x);
-    panel->dy_ahead = nji_host_ahead(job, work, &job->dy);
     for (col = 0; col < job->cols; col += count) {
         count = nji_min_i64(job->chunk, job->cols - col);
         if (!want_dx || !nji_host_one_chunk(job)) {
@@ -1088,13 +1082,15 @@ static nji_host_view nji_host_make_view(const nji_host_job *job, const nji_opera
 
 /* Chooses the shape of panels and parts. */
 static void nji_host_shape_job(nji_host_job *job) {
-    int64_t width, in_cache;
+    int64_t width, panel, in_cache;
     int along_rows = job->x.along_rows || job->dy.along_rows || job->out.along_rows;
     /* where rows lie together, panels are tall: then memory is walked by whole cache lines */
     job->chunk = NJI_HOST_CHUNK_BYTES / job->real_size / (along_rows ? 8 : 1);
     width = nji_min_i64(job->chunk, job->cols > 0 ? job->cols : 1);
     job->pitch = width + NJI_HOST_PAD_BYTES / job->real_size;
-    job->group = nji_min_i64(NJI_HOST_PANEL_BYTES / job->real_size / width, NJI_HOST_ROWS);
+    panel = !along_rows && width * job->real_size <= NJI_HOST_SHORT_ROW ? NJI_HOST_SHORT_PANEL
+                                                                        : NJI_HOST_PANEL_BYTES;
+    job->group = nji_min_i64(panel / job->real_size / width, NJI_HOST_ROWS);
     in_cache = NJI_HOST_GROUP_BYTES / job->real_size / (job->cols > 0 ? job->cols : 1);
     if (!along_rows && job->group > in_cache) job->group = in_cache > 0 ? in_cache : 1;
     if (job->want_params) {
