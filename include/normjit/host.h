@@ -40,13 +40,14 @@
 #define NJI_HOST_PAD_BYTES 64      /* keeps panel rows out of each other's cache sets */
 #define NJI_HOST_BUFFER_BYTES (NJI_HOST_PANEL_BYTES + NJI_HOST_ROWS * NJI_HOST_PAD_BYTES)
 #define NJI_HOST_GROUP_BYTES 98304    /* of x in the rows of a panel: must stay in L2 till swept again */
+#define NJI_HOST_SWEEP_COLS 8192      /* columns of one sum where all is in place */
 #define NJI_HOST_SHORT_ROW 1024       /* bytes; up to there ... */
 #define NJI_HOST_SHORT_PANEL 4096     /* ... the next panel is fetched soonest behind one of a page */
 #define NJI_HOST_PARALLEL_FROM 32768  /* elements; below it threads cost more than they save */
 #define NJI_HOST_STREAM_FROM 16777216 /* bytes of an output that the last cache will not hold */
 #define NJI_HOST_PARTS 64             /* parts of the rows, at most, ... */
 #define NJI_HOST_PARTIAL_BYTES 1048576 /* ... or as many more as keep the partial sums this small */
-#define NJI_HOST_PART_ROWS 32         /* rows of a part, at least, once there are enough for 8 parts */
+#define NJI_HOST_PART_ROWS 64         /* rows of a part, at least, once there are enough for 8 parts */
 #define NJI_HOST_FINISH_COLS 64       /* columns whose partial sums one task adds up */
 
 /* ---- element types -------------------------------------------------------------------------- */
@@ -905,11 +906,12 @@ static void nji_host_sweep(const nji_host_job *job, nji_host_work *work,
                            void (*step)(nji_host_panel *, int64_t), int want_dy, int fetched) {
     nji_host_panel *panel = &work->panel;
     int rows = nji_host_one_chunk(job) || !job->x.direct ? work->rows : 1;
-    int64_t col, count;
+    int in_place = job->x.direct && (!want_dy || (job->dy.direct && job->gamma.direct));
+    int64_t most = in_place ? NJI_HOST_SWEEP_COLS : job->chunk, col, count;
     for (panel->begin = 0; panel->begin < work->rows; panel->begin += rows) {
         panel->end = panel->begin + rows;
         for (col = 0; col < job->cols; col += count) {
-            count = nji_min_i64(job->chunk, job->cols - col);
+            count = nji_min_i64(most, job->cols - col);
             if (!fetched || !nji_host_one_chunk(job)) {
                 nji_host_fetch(job, work, &job->x, col, count, work->x, panel->x);
                 if (want_dy)
