@@ -86,7 +86,7 @@ static void compile(nji_jit_request *request, nji_options *options, const char *
     request->option_count = options->count;
     assert_int_equal(nji_jit_target_choose(&jit, request, &target, "test"), NJ_OK);
     assert_int_equal(nji_jit_join(request->lines, &source, &size, "test"), NJ_OK);
-    assert_int_equal(nji_jit_options_make(&jit, request, &target, &all, &count, "test"), NJ_OK);
+    assert_int_equal(nji_jit_options_make(request, &target, &all, &count, "test"), NJ_OK);
     result = jit.nvrtc.nvrtcCreateProgram(&program, source, request->name, 0, NULL, NULL);
     assert_int_equal(result, 0);
     result = jit.nvrtc.nvrtcCompileProgram(program, count, all);
