@@ -181,22 +181,36 @@ static int64_t nji_strided_parts(int64_t rows, int64_t cols, const nji_device_fa
     return nji_clamp(16 * facts->multiprocessors / tiles, 1, nji_clamp(rows / 64, 1, 4096));
 }
 
+#define NJI_WORKSPACE_ALIGNMENT 256
+
+/* Bytes of workspace: the partials, then the split kernels' sums. */
+static int64_t nji_sums_offset(const nji_choice *choice) {
+    return nji_ceil_div(choice->partial_bytes, NJI_WORKSPACE_ALIGNMENT) * NJI_WORKSPACE_ALIGNMENT;
+}
+
+static int64_t nji_workspace_of(const nji_choice *choice) {
+    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes : choice->partial_bytes;
+}
+
 /* Parts of the parameter gradients, within the workspace that the caller allows. */
 static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t cols,
                                   const nji_device_facts *facts, const nj_preference *pref,
                                   nji_choice *choice, const char *call) {
-    int64_t part = cols * 2 * nji_accumulator_bytes(desc);
+    int64_t part = nji_wants_params(desc) && rows > 0 ? cols * 2 * nji_accumulator_bytes(desc) : 0;
     int64_t most = INT32_MAX, parts = 0, strided;
-    if (!nji_wants_params(desc) || rows == 0 || cols == 0) return NJ_OK;
-    if (pref->max_workspace_bytes) {
-        uint64_t needed = (uint64_t)choice->sums_bytes + (uint64_t)part;
-        if (pref->max_workspace_bytes < needed) {
-            return nji_fail_sized(NJ_UNSUPPORTED, needed, pref->max_workspace_bytes,
-                                  "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes",
-                                  call, (unsigned long long)pref->max_workspace_bytes,
-                                  (unsigned long long)needed);
-        }
-        most = (int64_t)((pref->max_workspace_bytes - (uint64_t)choice->sums_bytes) / (uint64_t)part);
+    uint64_t limit = pref->max_workspace_bytes, least;
+    choice->partial_bytes = part; /* of one part: the least that will do */
+    least = (uint64_t)nji_workspace_of(choice);
+    if (limit && limit < least) {
+        return nji_fail_sized(NJ_UNSUPPORTED, least, limit,
+                              "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes", call,
+                              (unsigned long long)limit, (unsigned long long)least);
+    }
+    if (part == 0) return NJ_OK;
+    if (limit) {
+        uint64_t room = limit - (uint64_t)choice->sums_bytes;
+        if (choice->sums_bytes) room -= room % NJI_WORKSPACE_ALIGNMENT;
+        most = (int64_t)(room / (uint64_t)part);
     }
     if (choice->family != NJI_STRIDED) {
         parts = nji_clamp(facts->multiprocessors * choice->blocks / choice->slices, 1, most);
@@ -207,13 +221,6 @@ static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t col
     choice->strided_parts = (int)strided;
     choice->partial_bytes = part * (parts > strided ? parts : strided);
     return NJ_OK;
-}
-
-#define NJI_WORKSPACE_ALIGNMENT 256
-
-/* Bytes of workspace: the partials, then the split kernels' sums. */
-static int64_t nji_sums_offset(const nji_choice *choice) {
-    return nji_ceil_div(choice->partial_bytes, NJI_WORKSPACE_ALIGNMENT) * NJI_WORKSPACE_ALIGNMENT;
 }
 
 /* Columns past which 32-bit column numbers or the size of the workspace would give out. */
@@ -237,19 +244,8 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     if (choice->family == NJI_SPLIT && (choice->forward || (desc->grads & NJ_GRAD_DX))) {
         /* 2 accumulators for each slice of some thousand elements: far from overflow. */
         choice->sums_bytes = rows * choice->slices * 2 * nji_accumulator_bytes(desc);
-        if (pref->max_workspace_bytes && (uint64_t)choice->sums_bytes > pref->max_workspace_bytes) {
-            return nji_fail_sized(NJ_UNSUPPORTED, (uint64_t)choice->sums_bytes,
-                                  pref->max_workspace_bytes,
-                                  "%s: pref.max_workspace_bytes = %llu: this shape needs %lld bytes", call,
-                                  (unsigned long long)pref->max_workspace_bytes,
-                                  (long long)choice->sums_bytes);
-        }
     }
     return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
-}
-
-static int64_t nji_workspace_of(const nji_choice *choice) {
-    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes : choice->partial_bytes;
 }
 
 /* ---- options for the compiler --------------------------------------------------------------- */
