@@ -431,7 +431,7 @@ static nj_status nji_jit_target_choose(const nji_jit *jit, const nji_jit_request
     if (nvrtc->nvrtcGetNumSupportedArchs(&count) != NJI_NVRTC_SUCCESS || count < 1) count = 0;
     archs = (int *)NJ_MALLOC(((size_t)count + 1) * sizeof *archs);
     if (!archs) return nji_out_of_memory(call, ((size_t)count + 1) * sizeof *archs);
-    if (nvrtc->nvrtcGetSupportedArchs(archs) != NJI_NVRTC_SUCCESS) count = 0;
+    if (count > 0 && nvrtc->nvrtcGetSupportedArchs(archs) != NJI_NVRTC_SUCCESS) count = 0;
     for (i = 0; i < count; i++) {
         if (archs[i] <= request->arch && archs[i] > best) best = archs[i];
     }
@@ -477,15 +477,9 @@ static nj_status nji_jit_compile_fail(const nji_jit *jit, const nji_jit_request 
         if (length > 0) used += (size_t)length;
     }
     if (result == NJI_NVRTC_BUILTINS_FAILED) {
-#ifdef _WIN32
-        const char *file = "nvrtc-builtins64_%d%d.dll";
-#else
-        const char *file = "libnvrtc-builtins.so.%d.%d";
-#endif
-        char name[64];
-        snprintf(name, sizeof name, file, nvrtc->major, nvrtc->minor);
-        snprintf(builtins, sizeof builtins, "; NVRTC was loaded as %s and needs %s beside it",
-                 nvrtc->path, name);
+        snprintf(builtins, sizeof builtins,
+                 "; NVRTC was loaded as %s and needs " NJI_NVRTC_BUILTINS " beside it", nvrtc->path,
+                 nvrtc->major, nvrtc->minor);
     }
     nji_fail(result == NJI_NVRTC_OUT_OF_MEMORY ? NJ_OUT_OF_MEMORY : NJ_COMPILE_FAILED,
              "%s: NVRTC %d.%d could not compile %s for %s with %s: %s%s%s%s", call, nvrtc->major,

@@ -403,6 +403,13 @@ static nj_status nji_driver_open(nji_driver *driver, const char *path, const cha
 #define NJI_NVRTC_LEAST_MAJOR 11
 #define NJI_NVRTC_LEAST_MINOR 2
 
+/* The file that NVRTC opens when it compiles; its version in it. */
+#ifdef _WIN32
+#define NJI_NVRTC_BUILTINS "nvrtc-builtins64_%d%d.dll"
+#else
+#define NJI_NVRTC_BUILTINS "libnvrtc-builtins.so.%d.%d"
+#endif
+
 #define NJI_NVRTC_SYMBOL(name)                                                                     \
     { #name, offsetof(nji_nvrtc, name), 0 }
 static const nji_symbol nji_nvrtc_symbols[] = {
