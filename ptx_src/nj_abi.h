@@ -18,14 +18,21 @@ typedef struct nji_problem {
     long long rows, cols;       /* products of the two groups */
     double eps;
     void *partial; /* workspace: accumulators [parts][2][cols], dgamma before dbeta */
+    void *sums;    /* workspace of the split kernels: accumulators [rows][slices][2] */
     int row_dims, col_dims;
     int parts;
     int param_dtype, stat_dtype; /* nj_dtype; kernels built for any type read them here */
+    int row_lanes;               /* strided kernels: rows that a block works on */
+    int rows_fast;               /* strided kernels: neighbouring threads take neighbouring rows */
     unsigned grads, accumulate;  /* NJ_GRAD_* */
     int reserved;
 } nji_problem;
 
+/* Threads of a block of the strided kernels, and lanes over parts of the kernel that adds them. */
+#define NJI_STRIDED_THREADS 256
+#define NJI_SUM_LANES 16
+
 /* Both compilers must lay it out alike; each asserts this size. */
-#define NJI_PROBLEM_BYTES 848
+#define NJI_PROBLEM_BYTES 864
 
 #endif

@@ -1,1 +1,254 @@
-// stub
+// What is particular to the device: types, conversions, wide accesses, exchange between threads,
+// clusters, dependent launch. The kernels above it read as plain C.
+//
+// The build defines NJI_X, the element type: nji_f16, nji_bf16, float or double.
+
+static_assert(sizeof(nji_problem) == NJI_PROBLEM_BYTES, "host and device disagree on nji_problem");
+
+typedef long long nji_i64;
+
+struct nji_f16 {
+    unsigned short bits;
+};
+struct nji_bf16 {
+    unsigned short bits;
+};
+
+// nj_dtype of the host.
+#define NJI_CODE_F16 1
+#define NJI_CODE_BF16 2
+#define NJI_CODE_F32 3
+#define NJI_CODE_F64 4
+
+// nj_desc.grads of the host.
+#define NJI_DX 1u
+#define NJI_DGAMMA 2u
+#define NJI_DBETA 4u
+
+// Arithmetic and accumulators: double for double, else float.
+template <typename T> struct nji_math {
+    typedef float type;
+};
+template <> struct nji_math<double> {
+    typedef double type;
+};
+typedef nji_math<NJI_X>::type nji_real;
+
+/* A kernel uses some of these: the compiler's word on the others would fill the user's log. */
+#define NJI_INLINE static __device__ __forceinline__ __attribute__((unused))
+
+#if __CUDACC_VER_MAJOR__ >= 12
+#define NJI_PARAMETER const __grid_constant__ nji_problem
+#else
+#define NJI_PARAMETER const nji_problem
+#endif
+
+// ---- conversions: round to nearest even; NaN stays NaN ------------------------------------------
+
+NJI_INLINE float nji_f16_to_float(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+NJI_INLINE unsigned short nji_float_to_f16(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+NJI_INLINE unsigned short nji_float_to_bf16(float value) {
+#if __CUDA_ARCH__ >= 800
+    unsigned short bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+#else
+    unsigned int word = __float_as_uint(value);
+    if (value != value) return 0x7fff;
+    return (unsigned short)((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
+#endif
+}
+
+NJI_INLINE nji_real nji_widen(nji_f16 value) {
+    return nji_f16_to_float(value.bits);
+}
+NJI_INLINE nji_real nji_widen(nji_bf16 value) {
+    return __uint_as_float((unsigned int)value.bits << 16);
+}
+NJI_INLINE nji_real nji_widen(float value) {
+    return value;
+}
+NJI_INLINE nji_real nji_widen(double value) {
+    return (nji_real)value;
+}
+
+NJI_INLINE void nji_narrow(nji_real value, nji_f16 *out) {
+    out->bits = nji_float_to_f16((float)value);
+}
+NJI_INLINE void nji_narrow(nji_real value, nji_bf16 *out) {
+    out->bits = nji_float_to_bf16((float)value);
+}
+NJI_INLINE void nji_narrow(nji_real value, float *out) {
+    *out = (float)value;
+}
+NJI_INLINE void nji_narrow(nji_real value, double *out) {
+    *out = value;
+}
+
+template <typename T> NJI_INLINE void nji_narrow_pair(nji_real low, nji_real high, T *out) {
+    nji_narrow(low, out);
+    nji_narrow(high, out + 1);
+}
+#if __CUDA_ARCH__ >= 800
+// One instruction for both halves; out lies in registers.
+NJI_INLINE void nji_narrow_pair(nji_real low, nji_real high, nji_f16 *out) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;"
+        : "=r"(*(unsigned int *)out)
+        : "f"((float)high), "f"((float)low));
+}
+NJI_INLINE void nji_narrow_pair(nji_real low, nji_real high, nji_bf16 *out) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+        : "=r"(*(unsigned int *)out)
+        : "f"((float)high), "f"((float)low));
+}
+#endif
+
+// ---- packs: N neighbouring elements, moved in accesses of up to 16 bytes -------------------------
+
+template <int BYTES> struct nji_word;
+template <> struct nji_word<2> {
+    typedef unsigned short type;
+};
+template <> struct nji_word<4> {
+    typedef unsigned int type;
+};
+template <> struct nji_word<8> {
+    typedef uint2 type;
+};
+template <> struct nji_word<16> {
+    typedef uint4 type;
+};
+
+template <typename T, int N> struct nji_pack {
+    static const int BYTES = N * (int)sizeof(T);
+    static const int STEP = BYTES < 16 ? BYTES : 16;
+    typedef typename nji_word<STEP>::type word_type;
+    word_type word[BYTES / STEP];
+
+    __device__ __forceinline__ void load(const T *from) {
+#pragma unroll
+        for (int i = 0; i < BYTES / STEP; i++) word[i] = ((const word_type *)from)[i];
+    }
+    __device__ __forceinline__ void store(T *to) const {
+#pragma unroll
+        for (int i = 0; i < BYTES / STEP; i++) ((word_type *)to)[i] = word[i];
+    }
+    __device__ __forceinline__ void widen(nji_real *out) const {
+#pragma unroll
+        for (int i = 0; i < N; i++) out[i] = nji_widen(((const T *)word)[i]);
+    }
+    __device__ __forceinline__ void narrow(const nji_real *in) {
+        if (N == 1) {
+            nji_narrow(in[0], (T *)word);
+        } else {
+#pragma unroll
+            for (int i = 0; i + 1 < N; i += 2) nji_narrow_pair(in[i], in[i + 1], (T *)word + i);
+        }
+    }
+    __device__ __forceinline__ void zero() {
+#pragma unroll
+        for (int i = 0; i < N; i++) nji_narrow(0, (T *)word + i);
+    }
+};
+
+// ---- one element of a type known at build time or only at run time ------------------------------
+
+NJI_INLINE nji_real nji_load_any(const void *data, nji_i64 index, int code) {
+    switch (code) {
+    case NJI_CODE_F16: return nji_widen(((const nji_f16 *)data)[index]);
+    case NJI_CODE_BF16: return nji_widen(((const nji_bf16 *)data)[index]);
+    case NJI_CODE_F32: return nji_widen(((const float *)data)[index]);
+    default: return nji_widen(((const double *)data)[index]);
+    }
+}
+
+NJI_INLINE void nji_store_any(nji_real value, void *data, nji_i64 index, int code) {
+    switch (code) {
+    case NJI_CODE_F16: nji_narrow(value, (nji_f16 *)data + index); break;
+    case NJI_CODE_BF16: nji_narrow(value, (nji_bf16 *)data + index); break;
+    case NJI_CODE_F32: nji_narrow(value, (float *)data + index); break;
+    default: nji_narrow(value, (double *)data + index); break;
+    }
+}
+
+// ---- sums over lanes ----------------------------------------------------------------------------
+
+NJI_INLINE nji_real nji_swap(nji_real value, int distance) {
+    return __shfl_xor_sync(0xffffffffu, value, distance);
+}
+
+// Sum over aligned groups of `lanes` neighbouring threads; equal bits in all of them.
+template <int LANES> NJI_INLINE nji_real nji_lanes_sum(nji_real value) {
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2) value += nji_swap(value, distance);
+    return value;
+}
+
+// Two sums for little more than the price of one: the halves of the group trade, each goes on with
+// one of the values. After it the lower half holds the sum of a, the upper half that of b.
+template <int LANES> NJI_INLINE nji_real nji_lanes_sum_split(nji_real a, nji_real b) {
+    const bool upper = (threadIdx.x & (LANES / 2)) != 0;
+    nji_real kept = upper ? b : a;
+    kept += nji_swap(upper ? a : b, LANES / 2);
+    return nji_lanes_sum<LANES / 2>(kept);
+}
+
+// ---- moments --------------------------------------------------------------------------------
+
+NJI_INLINE float nji_rsqrt(float value) {
+    return 1.0f / sqrtf(value);
+}
+NJI_INLINE double nji_rsqrt(double value) {
+    return 1.0 / sqrt(value);
+}
+
+// What rounding took from a mean; nothing where the mean is infinite, so that it stays so.
+NJI_INLINE nji_real nji_shift_of(nji_real value) {
+    return value == value ? value : 0;
+}
+
+// ---- clusters (sm_90 and later) -----------------------------------------------------------------
+
+#if __CUDA_ARCH__ >= 900
+NJI_INLINE void nji_cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Writes to the same shared-memory address in another block of the cluster.
+NJI_INLINE void nji_cluster_store(nji_real *shared, int rank, nji_real value) {
+    unsigned int here = (unsigned int)__cvta_generic_to_shared(shared), there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+    if (sizeof(nji_real) == 4) {
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"((float)value) : "memory");
+    } else {
+        asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(there), "d"((double)value) : "memory");
+    }
+}
+#endif
+
+// ---- dependent launch (sm_90 and later; nothing where the launch did not ask for it) -------------
+
+// Lets the next kernel of the stream start; what it reads of ours it must wait for.
+NJI_INLINE void nji_release_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until all earlier kernels have finished and their writes are seen.
+NJI_INLINE void nji_wait_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

@@ -32,8 +32,8 @@ ROOMS = {
 
 # Programs given to NVRTC: C name -> files joined in order.
 PROGRAMS = {
-    "rows": ["nj_abi.h", "nj_device.cuh", "norm_rows.cu"],
-    "strided": ["nj_abi.h", "nj_device.cuh", "norm_strided.cu"],
+    "rows": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_rows.cu"],
+    "strided": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_strided.cu"],
 }
 
 MAX_LITERAL = 4000

@@ -1,30 +1,562 @@
-/* Stub until the CUDA backend lands. */
+/* CUDA backend: device, context, modules, launches. */
+
+/* A module loaded in the ctx's CUDA context, found again by the key of what it was made from. */
+typedef struct nji_module {
+    struct nji_module *next;
+    uint64_t key;
+    nji_cu_module handle;
+    nj_source source;
+    int arch_specific;
+} nji_module;
+
 typedef struct nji_cuda {
-    struct { nj_cache_stats stats; } jit;
+    nji_driver driver;
+    nji_jit jit;
+    nji_device_facts facts;
+    int ordinal;           /* of the device */
+    nji_cu_device device; /* the device's number and the driver's handle */
+    char name[96];
+    nji_cu_context context;
+    int retained; /* the device's primary context is held by us */
+    uint32_t flags;
+    nji_module *modules; /* guarded by the ctx's lock */
 } nji_cuda;
+
+/* Kernels of a plan; NULL where the plan has no use for one. */
 typedef struct nji_cuda_plan {
+    nji_choice choice;
+    nj_desc desc;
     size_t workspace_bytes;
+    nj_source rows_source, strided_source;
+    int arch_specific;
+    void *rows_first;  /* the rows kernel, or the split kernels' first */
+    void *rows_second; /* the split kernels' second */
+    void *strided, *strided_parts, *params_sum;
 } nji_cuda_plan;
+
+/* ---- context -------------------------------------------------------------------------------- */
+
+/* Makes the ctx's CUDA context current in this thread; `pushed` says whether it was not. */
+static nj_status nji_cuda_enter(const nji_cuda *cuda, int *pushed, const char *call) {
+    void *current = NULL;
+    int result = cuda->driver.cuCtxGetCurrent(&current);
+    *pushed = 0;
+    if (result == 0 && current == cuda->context) return NJ_OK;
+    result = cuda->driver.cuCtxPushCurrent(cuda->context);
+    if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuCtxPushCurrent");
+    *pushed = 1;
+    return NJ_OK;
+}
+
+static void nji_cuda_leave(const nji_cuda *cuda, int pushed) {
+    void *popped;
+    if (pushed) cuda->driver.cuCtxPopCurrent(&popped);
+}
+
+static nj_status nji_cuda_attribute(const nji_cuda *cuda, int attribute, int *value, const char *call) {
+    int result = cuda->driver.cuDeviceGetAttribute(value, attribute, cuda->device);
+    return result == 0 ? NJ_OK
+                       : nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetAttribute");
+}
+
+#define NJI_LEAST_ARCH 75
+
+static nj_status nji_cuda_find_device(nji_cuda *cuda, const nj_ctx_desc *desc, const char *call) {
+    int count = 0, major = 0, minor = 0, result;
+    nj_status status;
+    result = cuda->driver.cuDeviceGetCount(&count);
+    if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetCount");
+    if (desc->device >= count) {
+        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: the driver sees %d CUDA device(s)", call,
+                        (int)desc->device, count);
+    }
+    cuda->ordinal = desc->device;
+    result = cuda->driver.cuDeviceGet(&cuda->device, desc->device);
+    if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDeviceGet");
+    result = cuda->driver.cuDeviceGetName(cuda->name, (int)sizeof cuda->name, cuda->device);
+    if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetName");
+    status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MAJOR, &major, call);
+    if (status == NJ_OK) status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MINOR, &minor, call);
+    if (status == NJ_OK) {
+        status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_MULTIPROCESSORS, &cuda->facts.multiprocessors,
+                                    call);
+    }
+    if (status != NJ_OK) return status;
+    cuda->facts.arch = major * 10 + minor;
+    if (cuda->facts.arch < NJI_LEAST_ARCH) {
+        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: %s is sm_%d: sm_%d or later is needed", call,
+                        (int)desc->device, cuda->name, cuda->facts.arch, NJI_LEAST_ARCH);
+    }
+    return NJ_OK;
+}
+
+/* The caller's current context when it is on our device, else the device's primary one. */
+static nj_status nji_cuda_find_context(nji_cuda *cuda, const char *call) {
+    void *current = NULL;
+    int device = -1, result;
+    if (cuda->driver.cuCtxGetCurrent(&current) == 0 && current &&
+        cuda->driver.cuCtxGetDevice(&device) == 0 && device == cuda->device) {
+        cuda->context = current;
+        return NJ_OK;
+    }
+    result = cuda->driver.cuDevicePrimaryCtxRetain(&cuda->context, cuda->device);
+    if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDevicePrimaryCtxRetain");
+    cuda->retained = 1;
+    return NJ_OK;
+}
+
+/* Unloads and releases what is there; fields not yet filled are zero. */
+static void nji_cuda_close(nji_cuda *cuda) {
+    int pushed = 0;
+    int entered = cuda->modules && cuda->driver.cuCtxPushCurrent(cuda->context) == 0;
+    pushed = entered;
+    while (cuda->modules) {
+        nji_module *module = cuda->modules;
+        cuda->modules = module->next;
+        if (entered) cuda->driver.cuModuleUnload(module->handle);
+        NJ_FREE(module);
+    }
+    nji_cuda_leave(cuda, pushed);
+    if (cuda->retained) cuda->driver.cuDevicePrimaryCtxRelease(cuda->device);
+    nji_jit_close(&cuda->jit);
+    nji_driver_close(&cuda->driver);
+}
+
+/* On failure everything is released again. */
 static nj_status nji_cuda_open(nji_cuda *cuda, const nj_ctx_desc *desc, const char *call) {
-    (void)cuda; (void)desc;
-    return nji_fail(NJ_UNSUPPORTED, "%s: no CUDA yet", call);
+    nj_status status;
+    memset(cuda, 0, sizeof *cuda);
+    cuda->flags = desc->flags;
+    status = nji_driver_open(&cuda->driver, desc->driver_path, call);
+    if (status != NJ_OK) return status;
+    status = nji_cuda_find_device(cuda, desc, call);
+    if (status == NJ_OK) status = nji_jit_open(&cuda->jit, desc, call);
+    if (status == NJ_OK) status = nji_cuda_find_context(cuda, call);
+    if (status != NJ_OK) nji_cuda_close(cuda);
+    return status;
 }
-static void nji_cuda_close(nji_cuda *cuda) { (void)cuda; }
+
 static void nji_cuda_describe(const nji_cuda *cuda, char *text, size_t size) {
-    (void)cuda; snprintf(text, size, "cuda");
+    int used = snprintf(text, size, "CUDA device %d: %s (sm_%d, %d multiprocessors), driver %d.%d, ",
+                        cuda->ordinal, cuda->name, cuda->facts.arch, cuda->facts.multiprocessors,
+                        cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
+    if (used < 0 || (size_t)used >= size) return;
+    if (cuda->jit.has_nvrtc) {
+        snprintf(text + used, size - (size_t)used, "NVRTC %d.%d", cuda->jit.nvrtc.major,
+                 cuda->jit.nvrtc.minor);
+    } else {
+        snprintf(text + used, size - (size_t)used, "no NVRTC: embedded PTX");
+    }
 }
-static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *view, int count, const char *call) {
-    (void)cuda; (void)view; (void)count; (void)call; return NJ_OK;
+
+/* ---- modules -------------------------------------------------------------------------------- */
+
+/* CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and its neighbours. */
+static int nji_is_capture_error(int result) {
+    return result >= 900 && result <= 908;
 }
+
+static nj_status nji_capture_fail(const char *call) {
+    return nji_fail(NJ_UNSUPPORTED,
+                    "%s: a stream is being captured: select plans before the capture begins", call);
+}
+
+/* Loads an image and adds it to the cache. */
+static nj_status nji_cuda_load(nji_cuda *cuda, const void *image, nji_module *module, const char *what,
+                               const char *call) {
+    char log[2048];
+    int option[2] = {NJI_CU_JIT_ERROR_LOG, NJI_CU_JIT_ERROR_LOG_BYTES};
+    void *value[2];
+    int result;
+    log[0] = 0;
+    value[0] = log;
+    value[1] = (void *)(uintptr_t)sizeof log;
+    result = cuda->driver.cuModuleLoadDataEx(&module->handle, image, 2, option, value);
+    if (nji_is_capture_error(result)) return nji_capture_fail(call);
+    if (result != 0) {
+        nj_status status = nji_driver_fail(&cuda->driver, result, call, "cuModuleLoadDataEx");
+        size_t used = strlen(nji_last.text);
+        log[sizeof log - 1] = 0;
+        snprintf(nji_last.text + used, sizeof nji_last.text - used, " (%s for sm_%d)%s%s", what,
+                 cuda->facts.arch, log[0] ? "\n" : "", log);
+        return status;
+    }
+    module->next = cuda->modules;
+    cuda->modules = module;
+    cuda->jit.stats.modules++;
+    return NJ_OK;
+}
+
+static const nji_module *nji_cuda_cached(nji_cuda *cuda, uint64_t key) {
+    const nji_module *module = cuda->modules;
+    while (module && module->key != key) module = module->next;
+    if (module) cuda->jit.stats.memory_hits++;
+    else cuda->jit.stats.memory_misses++;
+    return module;
+}
+
+static nji_module *nji_new_module(uint64_t key, nj_source source, const char *call) {
+    nji_module *module = (nji_module *)NJ_MALLOC(sizeof *module);
+    if (!module) {
+        nji_out_of_memory(call, sizeof *module);
+        return NULL;
+    }
+    memset(module, 0, sizeof *module);
+    module->key = key;
+    module->source = source;
+    return module;
+}
+
+/* A compiled program: from memory, from disk, or made now. */
+static nj_status nji_cuda_compiled(nji_cuda *cuda, const nji_jit_request *request,
+                                   const nji_module **out, const char *call) {
+    uint64_t key = nji_jit_key(&cuda->jit, request);
+    nji_module *module;
+    nji_image image;
+    nj_status status;
+    *out = nji_cuda_cached(cuda, key);
+    if (*out) return NJ_OK;
+    status = nji_jit_image(&cuda->jit, request, &image, call);
+    if (status != NJ_OK) return status;
+    module = nji_new_module(key, NJ_SOURCE_NVRTC, call);
+    status = module ? nji_cuda_load(cuda, image.data, module, request->name, call) : NJ_OUT_OF_MEMORY;
+    nji_image_free(&image);
+    if (status != NJ_OK) {
+        NJ_FREE(module);
+        return status;
+    }
+    module->arch_specific = request->arch_specific;
+    *out = module;
+    return NJ_OK;
+}
+
+/* The embedded PTX of an element type, assembled by the driver. */
+static nj_status nji_cuda_fallback(nji_cuda *cuda, nj_dtype dtype, const nji_module **out,
+                                   const char *call) {
+    const char *const *const ptx[] = {NULL, nji_fallback_f16, nji_fallback_bf16, nji_fallback_f32,
+                                      nji_fallback_f64};
+    uint64_t key = nji_hash_text(nji_hash_text(NJI_HASH_SEED, "fallback"), nji_device_type(dtype));
+    nji_module *module;
+    char *text;
+    size_t size;
+    nj_status status;
+    *out = nji_cuda_cached(cuda, key);
+    if (*out) return NJ_OK;
+    status = nji_jit_join(ptx[dtype], &text, &size, call);
+    if (status != NJ_OK) return status;
+    module = nji_new_module(key, NJ_SOURCE_FALLBACK_PTX, call);
+    status = module ? nji_cuda_load(cuda, text, module, "embedded PTX", call) : NJ_OUT_OF_MEMORY;
+    NJ_FREE(text);
+    if (status != NJ_OK) {
+        NJ_FREE(module);
+        return status;
+    }
+    *out = module;
+    return NJ_OK;
+}
+
+static nj_status nji_cuda_function(const nji_cuda *cuda, const nji_module *module, const char *name,
+                                   void **out, const char *call) {
+    int result = cuda->driver.cuModuleGetFunction(out, module->handle, name);
+    if (result == 0) return NJ_OK;
+    *out = NULL;
+    return nji_driver_fail(&cuda->driver, result, call, "cuModuleGetFunction");
+}
+
+/* ---- select --------------------------------------------------------------------------------- */
+
+/* Names of the rows kernels: [forward][split][which]. */
+static const char *nji_rows_kernel(const nji_choice *choice, int second) {
+    static const char *const name[2][2][2] = {
+        {{"nj_rows_backward", NULL}, {"nj_split_backward_sums", "nj_split_backward_write"}},
+        {{"nj_rows_forward", NULL}, {"nj_split_forward_sums", "nj_split_forward_write"}}};
+    return name[choice->forward][choice->family == NJI_SPLIT][second];
+}
+
+static int nji_writes_full(const nj_desc *desc) {
+    return desc->op == NJ_OP_LAYER_NORM_FORWARD || (desc->grads & NJ_GRAD_DX) != 0;
+}
+
+static nj_status nji_cuda_select_rows(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
+                                      const char *call) {
+    nji_options options;
+    nji_jit_request request;
+    const nji_module *module;
+    nj_status status;
+    const char *second = nji_rows_kernel(&plan->choice, 1);
+    nji_rows_options(&plan->desc, cols, &plan->choice, &options);
+    request.name = "norm_rows.cu";
+    request.lines = nji_program_rows;
+    request.source_hash = NJI_PROGRAM_ROWS_HASH;
+    request.options = options.list;
+    request.option_count = options.count;
+    request.arch = cuda->facts.arch;
+    request.arch_specific = plan->arch_specific;
+    status = nji_cuda_compiled(cuda, &request, &module, call);
+    if (status != NJ_OK) return status;
+    plan->rows_source = module->source;
+    status = nji_cuda_function(cuda, module, nji_rows_kernel(&plan->choice, 0), &plan->rows_first, call);
+    if (status == NJ_OK && second && nji_writes_full(&plan->desc)) {
+        status = nji_cuda_function(cuda, module, second, &plan->rows_second, call);
+    }
+    return status;
+}
+
+static nj_status nji_cuda_select_strided(nji_cuda *cuda, nji_cuda_plan *plan, const char *call) {
+    const nji_module *module;
+    nj_status status;
+    if (cuda->jit.has_nvrtc) {
+        nji_options options;
+        nji_jit_request request;
+        nji_strided_options(&plan->desc, &plan->choice, &options);
+        request.name = "norm_strided.cu";
+        request.lines = nji_program_strided;
+        request.source_hash = NJI_PROGRAM_STRIDED_HASH;
+        request.options = options.list;
+        request.option_count = options.count;
+        request.arch = cuda->facts.arch;
+        request.arch_specific = plan->arch_specific;
+        status = nji_cuda_compiled(cuda, &request, &module, call);
+    } else {
+        status = nji_cuda_fallback(cuda, plan->desc.dtype, &module, call);
+    }
+    if (status != NJ_OK) return status;
+    plan->strided_source = module->source;
+    if (plan->choice.forward) {
+        return nji_cuda_function(cuda, module, "nj_strided_forward", &plan->strided, call);
+    }
+    if (plan->desc.grads & NJ_GRAD_DX) {
+        status = nji_cuda_function(cuda, module, "nj_strided_backward", &plan->strided, call);
+    }
+    if (status == NJ_OK && nji_wants_params(&plan->desc)) {
+        status = nji_cuda_function(cuda, module, "nj_strided_parts", &plan->strided_parts, call);
+        if (status != NJ_OK) return status;
+        status = nji_cuda_function(cuda, module, "nj_params_sum", &plan->params_sum, call);
+    }
+    return status;
+}
+
+/* The caller holds the ctx's lock. */
 static nj_status nji_cuda_select(nji_cuda *cuda, const nj_desc *desc, int64_t rows, int64_t cols,
                                  const nj_preference *pref, nji_cuda_plan *plan, const char *call) {
-    (void)cuda; (void)desc; (void)rows; (void)cols; (void)pref; (void)plan;
-    return nji_fail(NJ_UNSUPPORTED, "%s: no CUDA yet", call);
+    int pushed, capturing = 0, result;
+    nj_status status;
+    memset(plan, 0, sizeof *plan);
+    plan->desc = *desc;
+    plan->arch_specific = pref->allow_arch_specific && cuda->facts.arch >= 90;
+    status = nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
+    if (status != NJ_OK) return status;
+    if (!cuda->jit.has_nvrtc) plan->choice.family = NJI_STRIDED;
+    plan->workspace_bytes = (size_t)nji_workspace_of(&plan->choice);
+    status = nji_cuda_enter(cuda, &pushed, call);
+    if (status != NJ_OK) return status;
+    result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
+    if (nji_is_capture_error(result) || capturing) status = nji_capture_fail(call);
+    else if (result != 0) status = nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
+    if (status == NJ_OK && plan->choice.family != NJI_STRIDED) {
+        status = nji_cuda_select_rows(cuda, plan, cols, call);
+    }
+    if (status == NJ_OK) status = nji_cuda_select_strided(cuda, plan, call);
+    nji_cuda_leave(cuda, pushed);
+    return status;
 }
+
+/* ---- checks that only the driver can make --------------------------------------------------- */
+
+/* With NJ_CTX_CHECK_POINTERS: every operand is memory that the plan's device can use. */
+static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *views, int count,
+                                         const char *call) {
+    int pushed, i;
+    nj_status status;
+    if (!(cuda->flags & NJ_CTX_CHECK_POINTERS)) return NJ_OK;
+    status = nji_cuda_enter(cuda, &pushed, call);
+    for (i = 0; status == NJ_OK && i < count; i++) {
+        uint64_t address = (uint64_t)nji_first_byte(&views[i]);
+        unsigned type = 0;
+        int ordinal = 0;
+        if (views[i].empty) continue;
+        if (cuda->driver.cuPointerGetAttribute(&type, NJI_CU_POINTER_MEMORY_TYPE, address) != 0) {
+            status = nji_fail(NJ_INVALID_ARGUMENT,
+                              "%s: args.%s.data = %p: host memory that the driver does not know: a CUDA "
+                              "plan needs device memory",
+                              call, views[i].name, views[i].data);
+        } else if (type == NJI_CU_MEMORY_DEVICE &&
+                   cuda->driver.cuPointerGetAttribute(&ordinal, NJI_CU_POINTER_DEVICE_ORDINAL, address) ==
+                       0 &&
+                   ordinal != cuda->ordinal) {
+            status = nji_fail(NJ_INVALID_ARGUMENT,
+                              "%s: args.%s.data = %p: memory of device %d: the plan is for device %d", call,
+                              views[i].name, views[i].data, ordinal, cuda->ordinal);
+        }
+    }
+    nji_cuda_leave(cuda, pushed);
+    return status;
+}
+
+/* ---- run ------------------------------------------------------------------------------------ */
+
+/* Address and row strides allow accesses of `bytes`. */
+static int nji_is_aligned(const nji_problem *problem, const nji_operand *operand, int64_t bytes,
+                          int64_t element_bytes) {
+    int d;
+    if ((uintptr_t)operand->data % (uintptr_t)bytes != 0) return 0;
+    for (d = 0; d < problem->row_dims; d++) {
+        if (operand->stride[d] * element_bytes % bytes != 0) return 0;
+    }
+    return 1;
+}
+
+/* Whether the rows kernels take these operands. */
+static int nji_takes_rows(const nji_cuda_plan *plan, const nji_problem *problem, nj_layout layout) {
+    int64_t size = (int64_t)nj_dtype_size(plan->desc.dtype);
+    int64_t param_size = (int64_t)nj_dtype_size(plan->desc.param_dtype);
+    int64_t bytes = plan->choice.vec * size;
+    int64_t param_bytes = nji_min_i64(16, plan->choice.vec * param_size);
+    if (!plan->rows_first) return 0;
+    if (layout != NJ_LAYOUT_PACKED && layout != NJ_LAYOUT_PADDED_ROWS) return 0;
+    return nji_is_aligned(problem, &problem->x, bytes, size) &&
+           nji_is_aligned(problem, &problem->dy, bytes, size) &&
+           nji_is_aligned(problem, &problem->y, bytes, size) &&
+           nji_is_aligned(problem, &problem->dx, bytes, size) &&
+           nji_is_aligned(problem, &problem->gamma, param_bytes, param_size) &&
+           nji_is_aligned(problem, &problem->beta, param_bytes, param_size);
+}
+
+/* Grid and block of one launch; x alone is large. */
+typedef struct nji_grid {
+    int64_t x;
+    unsigned y, block_x, block_y;
+} nji_grid;
+
+static nji_grid nji_grid_of(int64_t x, int64_t y, int block_x, int block_y) {
+    nji_grid grid;
+    grid.x = nji_min_i64(x, INT32_MAX); /* kernels walk over what is left */
+    grid.y = (unsigned)y;
+    grid.block_x = (unsigned)block_x;
+    grid.block_y = (unsigned)block_y;
+    return grid;
+}
+
+static nj_status nji_launch(const nji_cuda *cuda, void *function, const nji_grid *grid,
+                            nji_problem *problem, void *stream, const char *call) {
+    void *parameters[1];
+    int result;
+    parameters[0] = problem;
+    result = cuda->driver.cuLaunchKernel(function, (unsigned)grid->x, grid->y, 1, grid->block_x,
+                                         grid->block_y, 1, 0, stream, parameters, NULL);
+    return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuLaunchKernel");
+}
+
+/* The same, but the kernel may start while its predecessor still runs, and waits for it by itself. */
+static nj_status nji_launch_dependent(const nji_cuda *cuda, void *function, const nji_grid *grid,
+                                      nji_problem *problem, void *stream, const char *call) {
+    nji_cu_launch_attribute attribute;
+    nji_cu_launch_config config;
+    void *parameters[1];
+    int result;
+    if (!cuda->driver.cuLaunchKernelEx || cuda->facts.arch < 90) {
+        return nji_launch(cuda, function, grid, problem, stream, call);
+    }
+    parameters[0] = problem;
+    memset(&attribute, 0, sizeof attribute);
+    memset(&config, 0, sizeof config);
+    attribute.id = NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION;
+    attribute.value.programmatic_serialization = 1;
+    config.grid_x = (unsigned)grid->x;
+    config.grid_y = grid->y;
+    config.grid_z = 1;
+    config.block_x = grid->block_x;
+    config.block_y = grid->block_y;
+    config.block_z = 1;
+    config.stream = stream;
+    config.attributes = &attribute;
+    config.attribute_count = 1;
+    result = cuda->driver.cuLaunchKernelEx(&config, function, parameters, NULL);
+    return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuLaunchKernelEx");
+}
+
+static nj_status nji_launch_params_sum(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                                       nji_problem *problem, void *stream, const char *call) {
+    unsigned grads = plan->desc.grads;
+    int64_t wanted = ((grads & NJ_GRAD_DGAMMA) != 0) + ((grads & NJ_GRAD_DBETA) != 0);
+    nji_grid grid = nji_grid_of(nji_ceil_div(problem->cols, 32), wanted, 32, NJI_SUM_LANES);
+    return nji_launch_dependent(cuda, plan->params_sum, &grid, problem, stream, call);
+}
+
+/* Rows or split kernels, and the sum of the parts between them. */
+static nj_status nji_run_rows(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
+                              void *stream, const char *call) {
+    const nji_choice *choice = &plan->choice;
+    int64_t blocks = nji_ceil_div(problem->rows, nji_block_rows(choice));
+    int64_t most = INT32_MAX / choice->slices; /* whole clusters */
+    nji_grid all = nji_grid_of(nji_min_i64(blocks, most) * choice->slices, 1, choice->threads, 1);
+    nji_grid first = all;
+    nj_status status;
+    if (choice->parts > 0) first.x = (int64_t)choice->parts * choice->slices;
+    problem->parts = choice->parts;
+    status = nji_launch(cuda, plan->rows_first, &first, problem, stream, call);
+    if (status == NJ_OK && plan->params_sum) {
+        status = nji_launch_params_sum(cuda, plan, problem, stream, call);
+    }
+    if (status == NJ_OK && plan->rows_second) {
+        status = nji_launch(cuda, plan->rows_second, &all, problem, stream, call);
+    }
+    return status;
+}
+
+/* The parts first: dx may take the place of x or dy. */
+static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
+                                 int rows_fast, void *stream, const char *call) {
+    nj_status status = NJ_OK;
+    nji_grid grid;
+    problem->rows_fast = rows_fast;
+    problem->parts = plan->choice.strided_parts;
+    if (plan->strided_parts && problem->parts > 0) {
+        problem->row_lanes = nji_parts_row_lanes(rows_fast);
+        grid = nji_grid_of(nji_ceil_div(problem->cols, NJI_STRIDED_THREADS / problem->row_lanes),
+                           problem->parts, NJI_STRIDED_THREADS, 1);
+        status = nji_launch(cuda, plan->strided_parts, &grid, problem, stream, call);
+    }
+    if (status == NJ_OK && plan->params_sum && problem->cols > 0) {
+        status = nji_launch_params_sum(cuda, plan, problem, stream, call);
+    }
+    if (status == NJ_OK && plan->strided && problem->rows > 0 &&
+        (problem->cols > 0 || plan->choice.forward)) {
+        problem->row_lanes = nji_strided_row_lanes(problem->cols, rows_fast);
+        grid = nji_grid_of(nji_ceil_div(problem->rows, problem->row_lanes), 1, NJI_STRIDED_THREADS, 1);
+        status = nji_launch(cuda, plan->strided, &grid, problem, stream, call);
+    }
+    return status;
+}
+
 static nj_status nji_cuda_run(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
                               void *stream, const char *call) {
-    (void)cuda; (void)plan; (void)problem; (void)stream; (void)call; return NJ_OK;
+    nj_layout layout = nji_layout_of(problem);
+    int pushed;
+    nj_status status = nji_cuda_enter(cuda, &pushed, call);
+    if (status != NJ_OK) return status;
+    if (problem->partial) problem->sums = (char *)problem->partial + nji_sums_offset(&plan->choice);
+    if (problem->rows > 0 && nji_takes_rows(plan, problem, layout)) {
+        status = nji_run_rows(cuda, plan, problem, stream, call);
+    } else {
+        status = nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
+    }
+    nji_cuda_leave(cuda, pushed);
+    return status;
 }
-static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan, const nji_problem *problem, nj_sku *out) {
-    (void)cuda; (void)plan; (void)problem; (void)out;
+
+static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan, const nji_problem *problem,
+                         nj_sku *out) {
+    int takes_rows = nji_takes_rows(plan, problem, (nj_layout)out->layout);
+    const char *kernel = takes_rows ? nji_rows_kernel(&plan->choice, 0)
+                         : plan->choice.forward ? "nj_strided_forward"
+                         : plan->strided        ? "nj_strided_backward"
+                                                : "nj_strided_parts";
+    int size = (int)nj_dtype_size(plan->desc.dtype);
+    out->arch = cuda->facts.arch;
+    out->arch_specific = plan->arch_specific;
+    out->source = (int32_t)(takes_rows ? plan->rows_source : plan->strided_source);
+    out->threads = takes_rows ? plan->choice.threads : NJI_STRIDED_THREADS;
+    out->vector_bytes = takes_rows ? plan->choice.vec * size : size;
+    snprintf(out->kernel, sizeof out->kernel, "%s", kernel);
 }

@@ -139,6 +139,7 @@ typedef struct nji_views {
         added->dtype = (type_of); \
         added->size = (int32_t)nj_dtype_size(type_of); \
         added->writable = (is_written); \
+        added->empty = 0; \
         added->slot = offsetof(nji_problem, field); \
     } while (0)
 
@@ -351,10 +352,8 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size) {
     static const char *const suffix[] = {"/normjit", "/.cache/normjit"};
 #endif
     size_t i;
-    if (!buffer || !size) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: buffer = %p, size = %zu: room is required", call,
-                        (void *)buffer, size);
-    }
+    if (!buffer) return nji_fail(NJ_INVALID_ARGUMENT, "%s: buffer = NULL: nowhere to put it", call);
+    if (!size) return nji_fail(NJ_INVALID_ARGUMENT, "%s: size = 0: no room for the end of text", call);
     buffer[0] = 0;
     for (i = 0; i < sizeof variable / sizeof variable[0]; i++) {
         const char *root = getenv(variable[i]);
@@ -512,7 +511,7 @@ NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *o
     out->grads = (int32_t)plan->desc.grads;
     out->accumulate = (int32_t)plan->desc.accumulate;
     if (plan->backend == NJ_BACKEND_HOST) {
-        nji_host_sku(&plan->desc, &problem, out);
+        nji_host_sku(&plan->desc, out);
     } else {
         nji_cuda_sku(&plan->ctx->cuda, &plan->cuda, &problem, out);
     }
@@ -535,9 +534,12 @@ NJ_API nj_status nj_plan_precision(const nj_plan *plan, nj_precision *out) {
 
 NJ_API nj_status nj_desc_cols(const nj_desc *desc, int64_t *cols) {
     static const char call[] = "nj_desc_cols";
-    int64_t rows;
+    int64_t rows, product;
+    nj_status status;
     if (!cols) return nji_fail(NJ_INVALID_ARGUMENT, "%s: cols = NULL: nowhere to put it", call);
-    return nji_check_shape(desc, &rows, cols, call);
+    status = nji_check_shape(desc, &rows, &product, call);
+    if (status == NJ_OK) *cols = product;
+    return status;
 }
 
 static nj_status nji_desc_shape(const nj_desc *desc, nji_kind kind, int32_t *rank, int64_t *shape,

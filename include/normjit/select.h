@@ -1,1 +1,286 @@
-/* stub */
+/* Which kernels serve a descriptor: a pure function of the descriptor, device facts and preference.
+   A row of the tuning table is the single home of a kernel's geometry; -D options, launches, workspace
+   and SKU all come from the nji_choice made of it. */
+
+/* What a choice may depend on. Not part of it: anything that could differ between equal devices. */
+typedef struct nji_device_facts {
+    int arch; /* 90 for sm_90 */
+    int multiprocessors;
+} nji_device_facts;
+
+typedef enum nji_family {
+    NJI_ROWS,   /* a row in the registers of one block or cluster: norm_rows.cu */
+    NJI_SPLIT,  /* a row over several blocks, in two kernels: norm_rows.cu */
+    NJI_STRIDED /* any strides: norm_strided.cu */
+} nji_family;
+
+/* Geometry within a row depends on direction, element size, cols and arch alone, never on rows: that is
+   what makes y and dx batch-invariant. The first row that fits is taken. */
+typedef struct nji_tuning {
+    int forward;       /* 1 or 0 */
+    int element_bytes; /* at most */
+    int min_arch;
+    int64_t max_cols;
+    int elements;   /* columns of a slice that one thread keeps, at most */
+    int max_lanes;  /* threads that share a slice: 32 = within a warp, else up to a block */
+    int threads;    /* of a block, when max_lanes is 32 */
+    int max_slices; /* of a cluster; 1 = no clusters */
+    int resident;   /* threads that a multiprocessor holds: launch bound, and grid of a backward */
+    int prefetch;   /* load the next row while working on one */
+} nji_tuning;
+
+#define NJI_ANY_COLS INT64_MAX
+
+/* Measured reasons: ptx_src/DIARY.md. */
+static const nji_tuning nji_tuning_table[] = {
+    /* fwd bytes arch max_cols elements lanes threads slices resident prefetch */
+    {1, 2, 0, 1024, 32, 32, 128, 1, 1024, 0},
+    {1, 2, 90, NJI_ANY_COLS, 16, 512, 0, 8, 1024, 0},
+    {1, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
+    {1, 4, 0, 1024, 32, 32, 128, 1, 1024, 0},
+    {1, 4, 90, NJI_ANY_COLS, 16, 512, 0, 8, 1024, 0},
+    {1, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
+    {1, 8, 0, 512, 16, 32, 128, 1, 512, 0},
+    {1, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0},
+    {1, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0},
+    {0, 2, 0, 768, 24, 32, 256, 1, 256, 1},
+    {0, 2, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 1},
+    {0, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 1},
+    {0, 4, 0, 512, 16, 32, 256, 1, 256, 1},
+    {0, 4, 90, NJI_ANY_COLS, 16, 256, 0, 8, 256, 1},
+    {0, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
+    {0, 8, 0, 256, 8, 32, 256, 1, 256, 1},
+    {0, 8, 90, NJI_ANY_COLS, 8, 256, 0, 8, 256, 1},
+    {0, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0},
+};
+
+/* Everything that launches and compiles a descriptor's kernels. */
+typedef struct nji_choice {
+    nji_family family; /* ROWS or SPLIT for unit-stride columns; STRIDED when those do not apply */
+    int forward;
+    int vec;                   /* columns of one access; operands must be aligned to it */
+    int lanes, chunks, threads; /* of a block of the rows kernels */
+    int slices, cluster;
+    int blocks; /* per multiprocessor, at least */
+    int prefetch;
+    int parts;                 /* most partial gradients of the rows kernels; 0 = none wanted */
+    int strided_parts;         /* the same for the strided kernels */
+    int64_t partial_bytes, sums_bytes; /* of the workspace, partials first */
+} nji_choice;
+
+static int nji_accumulator_bytes(const nj_desc *desc) {
+    return desc->dtype == NJ_F64 ? 8 : 4;
+}
+
+static int nji_wants_params(const nj_desc *desc) {
+    return (desc->grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)) != 0;
+}
+
+static int nji_round_up(int value, int multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+static int nji_power_of_two_above(int value) {
+    int power = 1;
+    while (power < value) power *= 2;
+    return power;
+}
+
+static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64_t cols,
+                                         const nji_device_facts *facts) {
+    int bytes = (int)nj_dtype_size(desc->dtype);
+    size_t i;
+    for (i = 0; i < sizeof nji_tuning_table / sizeof nji_tuning_table[0]; i++) {
+        const nji_tuning *row = &nji_tuning_table[i];
+        if (row->forward == forward && bytes <= row->element_bytes && facts->arch >= row->min_arch &&
+            cols <= row->max_cols) {
+            return row;
+        }
+    }
+    return NULL;
+}
+
+/* Cuts a row of cols columns as the tuning row says. */
+static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols, nji_choice *choice) {
+    int64_t packs, slices;
+    int per_slice;
+    choice->vec = 16 / (int)nj_dtype_size(desc->dtype);
+    while (cols % choice->vec != 0) choice->vec /= 2;
+    choice->prefetch = row->prefetch;
+    slices = nji_ceil_div(cols, (int64_t)row->elements * row->max_lanes);
+    if (row->max_slices > 1 && slices > 1 && slices <= row->max_slices) {
+        slices = nji_power_of_two_above((int)slices);
+        choice->cluster = 1;
+    }
+    choice->family = slices == 1 || choice->cluster ? NJI_ROWS : NJI_SPLIT;
+    choice->slices = (int)slices;
+    packs = nji_ceil_div(cols, choice->vec);
+    per_slice = (int)nji_ceil_div(packs, slices);
+    if (row->max_lanes == 32) {
+        choice->lanes = (int)nji_min_i64(32, nji_power_of_two_above(per_slice));
+        choice->chunks = (int)nji_ceil_div(per_slice, choice->lanes);
+        choice->threads = row->threads;
+    } else {
+        choice->chunks = row->elements / choice->vec;
+        choice->lanes = nji_round_up((int)nji_ceil_div(per_slice, choice->chunks), 32);
+        choice->threads = choice->lanes;
+    }
+    choice->blocks = row->resident > choice->threads ? row->resident / choice->threads : 1;
+}
+
+/* Rows that a block of the rows kernels works on at a time. */
+static int nji_block_rows(const nji_choice *choice) {
+    return choice->threads / choice->lanes;
+}
+
+static int64_t nji_clamp(int64_t value, int64_t low, int64_t high) {
+    return value < low ? low : value > high ? high : value;
+}
+
+/* Threads of a strided block along rows; the rest go along columns. From cols and layout alone. */
+#define NJI_STRIDED_FAST_ROWS 32
+
+static int nji_strided_row_lanes(int64_t cols, int rows_fast) {
+    if (rows_fast) return NJI_STRIDED_FAST_ROWS;
+    return NJI_STRIDED_THREADS /
+           nji_power_of_two_above((int)nji_clamp(cols, 1, NJI_STRIDED_THREADS));
+}
+
+/* The parts kernel gives neighbouring columns to a warp, or a few columns to neighbouring rows. */
+static int nji_parts_row_lanes(int rows_fast) {
+    return rows_fast ? NJI_STRIDED_FAST_ROWS : NJI_STRIDED_THREADS / 32;
+}
+
+/* Most parts that the strided kernels make: enough blocks to fill the device, each with rows to add. */
+static int64_t nji_strided_parts(int64_t rows, int64_t cols, const nji_device_facts *facts) {
+    int64_t tiles = nji_ceil_div(cols, 32);
+    return nji_clamp(16 * facts->multiprocessors / tiles, 1, nji_clamp(rows / 64, 1, 4096));
+}
+
+/* Parts of the parameter gradients, within the workspace that the caller allows. */
+static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t cols,
+                                  const nji_device_facts *facts, const nj_preference *pref,
+                                  nji_choice *choice, const char *call) {
+    int64_t part = cols * 2 * nji_accumulator_bytes(desc);
+    int64_t most = INT32_MAX, parts = 0, strided;
+    if (!nji_wants_params(desc) || rows == 0 || cols == 0) return NJ_OK;
+    if (pref->max_workspace_bytes) {
+        uint64_t needed = (uint64_t)choice->sums_bytes + (uint64_t)part;
+        if (pref->max_workspace_bytes < needed) {
+            return nji_fail_sized(NJ_UNSUPPORTED, needed, pref->max_workspace_bytes,
+                                  "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes",
+                                  call, (unsigned long long)pref->max_workspace_bytes,
+                                  (unsigned long long)needed);
+        }
+        most = (int64_t)((pref->max_workspace_bytes - (uint64_t)choice->sums_bytes) / (uint64_t)part);
+    }
+    if (choice->family != NJI_STRIDED) {
+        parts = nji_clamp(facts->multiprocessors * choice->blocks / choice->slices, 1, most);
+        parts = nji_min_i64(parts, nji_ceil_div(rows, nji_block_rows(choice)));
+    }
+    strided = nji_clamp(nji_strided_parts(rows, cols, facts), 1, most);
+    choice->parts = (int)parts;
+    choice->strided_parts = (int)strided;
+    choice->partial_bytes = part * (parts > strided ? parts : strided);
+    return NJ_OK;
+}
+
+#define NJI_WORKSPACE_ALIGNMENT 256
+
+/* Bytes of workspace: the partials, then the split kernels' sums. */
+static int64_t nji_sums_offset(const nji_choice *choice) {
+    return nji_ceil_div(choice->partial_bytes, NJI_WORKSPACE_ALIGNMENT) * NJI_WORKSPACE_ALIGNMENT;
+}
+
+/* Columns past which 32-bit column numbers or the size of the workspace would give out. */
+#define NJI_MAX_ROWS_COLS (1ll << 28)
+#define NJI_MAX_COLS (1ll << 44)
+
+static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
+                            const nji_device_facts *facts, const nj_preference *pref,
+                            nji_choice *choice, const char *call) {
+    memset(choice, 0, sizeof *choice);
+    choice->forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
+    choice->family = NJI_STRIDED;
+    if (cols > NJI_MAX_COLS && nji_wants_params(desc)) {
+        return nji_fail(NJ_UNSUPPORTED, "%s: desc.shape: %lld columns: at most %lld with dgamma or dbeta",
+                        call, (long long)cols, NJI_MAX_COLS);
+    }
+    if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
+        const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
+        if (row) nji_cut_row(desc, row, cols, choice);
+    }
+    if (choice->family == NJI_SPLIT && (choice->forward || (desc->grads & NJ_GRAD_DX))) {
+        /* 2 accumulators for each slice of some thousand elements: far from overflow. */
+        choice->sums_bytes = rows * choice->slices * 2 * nji_accumulator_bytes(desc);
+        if (pref->max_workspace_bytes && (uint64_t)choice->sums_bytes > pref->max_workspace_bytes) {
+            return nji_fail_sized(NJ_UNSUPPORTED, (uint64_t)choice->sums_bytes,
+                                  pref->max_workspace_bytes,
+                                  "%s: pref.max_workspace_bytes = %llu: this shape needs %lld bytes", call,
+                                  (unsigned long long)pref->max_workspace_bytes,
+                                  (long long)choice->sums_bytes);
+        }
+    }
+    return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
+}
+
+static int64_t nji_workspace_of(const nji_choice *choice) {
+    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes : choice->partial_bytes;
+}
+
+/* ---- options for the compiler --------------------------------------------------------------- */
+
+typedef struct nji_options {
+    char text[24][48];
+    const char *list[24];
+    int count;
+} nji_options;
+
+NJI_PRINTF(2, 3)
+static void nji_add_option(nji_options *options, const char *format, ...) {
+    va_list arguments;
+    char *text = options->text[options->count];
+    va_start(arguments, format);
+    vsnprintf(text, sizeof options->text[0], format, arguments);
+    va_end(arguments);
+    options->list[options->count++] = text;
+}
+
+/* Type names of ptx_src/nj_device.cuh. */
+static const char *nji_device_type(nj_dtype dtype) {
+    static const char *const name[] = {"", "nji_f16", "nji_bf16", "float", "double"};
+    return name[dtype];
+}
+
+/* For norm_rows.cu: everything that the descriptor's columns and types fix. */
+static void nji_rows_options(const nj_desc *desc, int64_t cols, const nji_choice *choice,
+                             nji_options *options) {
+    options->count = 0;
+    nji_add_option(options, "-DNJI_X=%s", nji_device_type(desc->dtype));
+    nji_add_option(options, "-DNJI_P=%s", nji_device_type(desc->param_dtype));
+    nji_add_option(options, "-DNJI_STAT_CODE=%d", (int)desc->stat_dtype);
+    nji_add_option(options, "-DNJI_FORWARD=%d", choice->forward);
+    nji_add_option(options, "-DNJI_HAS_GAMMA=%d", (int)desc->has_gamma);
+    nji_add_option(options, "-DNJI_HAS_BETA=%d", (int)(desc->has_beta && choice->forward));
+    nji_add_option(options, "-DNJI_GRADS=%u", (unsigned)desc->grads);
+    nji_add_option(options, "-DNJI_ACCUMULATE=%u", (unsigned)(desc->accumulate & NJ_GRAD_DX));
+    nji_add_option(options, "-DNJI_COLS=%lld", (long long)cols);
+    nji_add_option(options, "-DNJI_VEC=%d", choice->vec);
+    nji_add_option(options, "-DNJI_LANES=%d", choice->lanes);
+    nji_add_option(options, "-DNJI_CHUNKS=%d", choice->chunks);
+    nji_add_option(options, "-DNJI_THREADS=%d", choice->threads);
+    nji_add_option(options, "-DNJI_SLICES=%d", choice->slices);
+    nji_add_option(options, "-DNJI_CLUSTER=%d", choice->cluster);
+    nji_add_option(options, "-DNJI_BLOCKS=%d", choice->blocks);
+    nji_add_option(options, "-DNJI_PREFETCH=%d", choice->prefetch);
+}
+
+/* For norm_strided.cu: shapes and strides are arguments; types and direction are fixed. */
+static void nji_strided_options(const nj_desc *desc, const nji_choice *choice, nji_options *options) {
+    options->count = 0;
+    nji_add_option(options, "-DNJI_X=%s", nji_device_type(desc->dtype));
+    nji_add_option(options, "-DNJI_PARAM_CODE=%d", (int)desc->param_dtype);
+    nji_add_option(options, "-DNJI_STAT_CODE=%d", (int)desc->stat_dtype);
+    nji_add_option(options, "-DNJI_FORWARD=%d", choice->forward);
+    nji_add_option(options, "-DNJI_BACKWARD=%d", !choice->forward);
+}

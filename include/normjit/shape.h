@@ -79,10 +79,16 @@ static void nji_expected_shape(const nj_desc *desc, nji_kind kind, int32_t *rank
     *rank = n;
 }
 
+static nj_status nji_missing_operand(const nji_view *view, const char *call) {
+    return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.data = NULL: this plan needs the operand", call,
+                    view->name);
+}
+
 static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const char *call) {
     int64_t expected[NJ_MAX_RANK];
     int32_t rank, axis;
     nji_expected_shape(desc, view->kind, &rank, expected);
+    if (view->rank == 0 && !view->data) return nji_missing_operand(view, call);
     if (view->rank != rank) {
         return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d", call,
                         view->name, (int)view->rank, (int)rank);
@@ -101,7 +107,7 @@ static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const
 
 /* Sets low and high; outputs must walk forward. */
 static nj_status nji_check_view_reach(nji_view *view, const char *call) {
-    int64_t low = view->offset, high = view->offset, bytes;
+    int64_t low = view->offset, high = view->offset;
     int axis;
     for (axis = 0; axis < view->rank; axis++) {
         int64_t stride = view->stride[axis], span;
@@ -123,9 +129,10 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
                         "%s: args.%s: offset and strides reach element %lld: the buffer starts at 0",
                         call, view->name, (long long)low);
     }
-    if (!nji_mul_i64(high, view->size, &bytes)) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s: element %lld: its address overflows", call,
-                        view->name, (long long)high);
+    if (high > INT64_MAX / 4 / view->size) { /* so that two views' bytes add up in int64 */
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: args.%s: offset and strides reach element %lld: no address is that high",
+                        call, view->name, (long long)high);
     }
     if (view->count != 0 && high >= view->count) {
         return nji_fail_sized(NJ_BUFFER_TOO_SMALL, (uint64_t)high + 1, (uint64_t)view->count,
@@ -137,7 +144,8 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
     return NJ_OK;
 }
 
-/* Axes taken by growing stride must each step past everything the smaller ones reach. */
+/* Axes taken by growing stride must each step past everything the smaller ones reach: enough for no
+   element to come twice, and more than strictly needed; other interleavings are refused as well. */
 static nj_status nji_check_output_is_injective(const nji_view *view, const char *call) {
     int64_t reach = 0;
     unsigned done = 0;
@@ -151,7 +159,7 @@ static nj_status nji_check_output_is_injective(const nji_view *view, const char 
         if (view->stride[best] <= reach) {
             return nji_fail(NJ_INVALID_ARGUMENT,
                             "%s: args.%s.stride[%d] = %lld: the smaller strides reach %lld elements: an "
-                            "output must not overlap itself",
+                            "output's stride must step past them",
                             call, view->name, best, (long long)view->stride[best],
                             (long long)reach + 1);
         }
@@ -173,10 +181,7 @@ static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char 
                         view->name, (long long)view->offset);
     }
     if (view->empty) return NJ_OK;
-    if (!view->data) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.data = NULL: this plan needs the operand", call,
-                        view->name);
-    }
+    if (!view->data) return nji_missing_operand(view, call);
     if ((uintptr_t)view->data % (uintptr_t)view->size != 0) {
         return nji_fail(NJ_MISALIGNED_OPERAND,
                         "%s: args.%s.data = %p: must be a multiple of the element size %d", call,
@@ -302,6 +307,16 @@ typedef struct nji_axis {
     int64_t stride[10];
 } nji_axis;
 
+/* A view's stride along one of x's axes; 0 when it does not vary there. */
+static int64_t nji_stride_along(const nji_view *view, int axis, int param_axis, int is_col) {
+    if (view->empty) return 0; /* its strides are not checked and may be anything */
+    switch (view->kind) {
+    case NJI_STAT: return is_col ? 0 : view->stride[axis];
+    case NJI_PARAM: return is_col ? view->stride[param_axis] : 0;
+    default: return view->stride[axis];
+    }
+}
+
 /* Gathers the axes of one group whose extent is not 1. */
 static int nji_gather_axes(const nj_desc *desc, const nji_view *views, int count, int normalized,
                            nji_axis axes[NJ_MAX_RANK]) {
@@ -311,11 +326,7 @@ static int nji_gather_axes(const nj_desc *desc, const nji_view *views, int count
         if (is_col == normalized && desc->shape[axis] != 1) {
             axes[n].extent = desc->shape[axis];
             for (i = 0; i < count; i++) {
-                switch (views[i].kind) {
-                case NJI_FULL: axes[n].stride[i] = views[i].stride[axis]; break;
-                case NJI_STAT: axes[n].stride[i] = is_col ? 0 : views[i].stride[axis]; break;
-                case NJI_PARAM: axes[n].stride[i] = is_col ? views[i].stride[param_axis] : 0; break;
-                }
+                axes[n].stride[i] = nji_stride_along(&views[i], axis, param_axis, is_col);
             }
             n++;
         }
@@ -351,6 +362,11 @@ static int nji_merge_axes(nji_axis *axes, int n, int count, int guide) {
     return merged;
 }
 
+static void *nji_first_element(const nji_view *view) {
+    if (view->empty || !view->data) return NULL;
+    return (char *)view->data + view->offset * view->size;
+}
+
 /* Fills extents, dims and operands of the problem from checked views. views[guide] is the tensor of
    x's shape whose memory order matters most: the output. */
 static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, int guide,
@@ -365,14 +381,14 @@ static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, 
     for (d = 0; d < row_dims + col_dims; d++) problem->extent[d] = axes[d].extent;
     for (i = 0; i < count; i++) {
         nji_operand *operand = (nji_operand *)(void *)((char *)problem + views[i].slot);
-        operand->data = (char *)views[i].data + views[i].offset * views[i].size;
+        operand->data = nji_first_element(&views[i]);
         for (d = 0; d < row_dims + col_dims; d++) operand->stride[d] = axes[d].stride[i];
     }
 }
 
 /* ---- layout --------------------------------------------------------------------------------- */
 
-/* Stride between an operand's neighbouring columns when one number says it. */
+/* An absent operand has any layout, and so has one column. */
 static int nji_has_unit_columns(const nji_problem *problem, const nji_operand *operand) {
     if (!operand->data || problem->col_dims == 0) return 1;
     return problem->col_dims == 1 && operand->stride[problem->row_dims] == 1;

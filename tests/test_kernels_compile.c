@@ -1,0 +1,351 @@
+/* Every kernel that a plan could ask for, through the real NVRTC, for every architecture that it
+   knows: compiles without a word, and the hot ones keep all in registers. Needs no GPU; skipped
+   where there is no NVRTC. Options come from the functions that select uses. */
+#define _POSIX_C_SOURCE 200809L /* popen */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#define NORMJIT_IMPLEMENTATION
+#include "normjit.h"
+
+#define COUNT_OF(array) (sizeof(array) / sizeof(array)[0])
+
+static nji_jit jit;
+static int archs[64], arch_count;
+
+static int open_nvrtc(void **state) {
+    nj_ctx_desc desc;
+    (void)state;
+    memset(&desc, 0, sizeof desc);
+    assert_int_equal(nji_jit_open(&jit, &desc, "test"), NJ_OK);
+    if (!jit.has_nvrtc) return 0;
+    assert_int_equal(jit.nvrtc.nvrtcGetNumSupportedArchs(&arch_count), 0);
+    assert_in_range(arch_count, 1, COUNT_OF(archs));
+    assert_int_equal(jit.nvrtc.nvrtcGetSupportedArchs(archs), 0);
+    print_message("NVRTC %d.%d knows %d architectures\n", jit.nvrtc.major, jit.nvrtc.minor,
+                  arch_count);
+    return 0;
+}
+
+static int close_nvrtc(void **state) {
+    (void)state;
+    nji_jit_close(&jit);
+    return 0;
+}
+
+static void skip_without_nvrtc(void) {
+    if (jit.has_nvrtc) return;
+    print_message("skipped: no NVRTC is installed\n");
+    skip();
+}
+
+/* ---- compiling ------------------------------------------------------------------------------ */
+
+/* What the assembler says of a program's kernels, added up. */
+typedef struct kernel_report {
+    int kernels;
+    long stack, stores, loads; /* bytes: frames, spill stores, spill loads */
+} kernel_report;
+
+/* Reads "N bytes stack frame, N bytes spill stores, N bytes spill loads"; every other line must be
+   one of the assembler's notes. */
+static void read_log(char *log, const char *what, kernel_report *report) {
+    char *line = strtok(log, "\n");
+    memset(report, 0, sizeof *report);
+    for (; line; line = strtok(NULL, "\n")) {
+        long stack, stores, loads;
+        const char *numbers = line + strcspn(line, "0123456789");
+        if (sscanf(numbers, "%ld bytes stack frame, %ld bytes spill stores, %ld bytes spill loads",
+                   &stack, &stores, &loads) == 3) {
+            report->kernels++;
+            report->stack += stack;
+            report->stores += stores;
+            report->loads += loads;
+        } else if (strncmp(line, "ptxas info", 10) != 0) {
+            fail_msg("%s: the compiler says: %s", what, line);
+        }
+    }
+}
+
+/* Compiles a request as nji_jit_image does, but asks the assembler to report. */
+static void compile(nji_jit_request *request, nji_options *options, const char *what,
+                    kernel_report *report) {
+    nji_jit_target target;
+    nji_nvrtc_program program = NULL;
+    const char **all;
+    char *source, *log;
+    size_t size;
+    int count, result;
+    nji_add_option(options, "--ptxas-options=-v");
+    request->options = options->list;
+    request->option_count = options->count;
+    assert_int_equal(nji_jit_target_choose(&jit, request, &target, "test"), NJ_OK);
+    assert_int_equal(nji_jit_join(request->lines, &source, &size, "test"), NJ_OK);
+    assert_int_equal(nji_jit_options_make(request, &target, &all, &count, "test"), NJ_OK);
+    result = jit.nvrtc.nvrtcCreateProgram(&program, source, request->name, 0, NULL, NULL);
+    assert_int_equal(result, 0);
+    result = jit.nvrtc.nvrtcCompileProgram(program, count, all);
+    log = nji_jit_log_text(&jit.nvrtc, program);
+    if (result != 0) fail_msg("%s for %s: %s", what, target.name, log ? log : "no log");
+    assert_non_null(log);
+    read_log(log, what, report);
+    jit.nvrtc.nvrtcDestroyProgram(&program);
+    NJ_FREE(log);
+    NJ_FREE((void *)all);
+    NJ_FREE(source);
+}
+
+/* Bytes of local memory that a thread of the rows kernels may use, spills included: none where
+   speed was tuned. A few registers where an architecture has less to give to the same geometry, and
+   more in rows of odd extent, which are read an element at a time. */
+static long most_stack(int arch, const nji_choice *choice) {
+    if (choice->vec == 1) return 96;
+    return arch < 80 || arch >= 120 ? 32 : 0;
+}
+
+/* The strided kernels wait for memory, not for a register more. */
+#define MOST_STRIDED_STACK 16
+
+static void compile_rows(const nj_desc *desc, int64_t cols, const nji_choice *choice, int arch,
+                         kernel_report *report) {
+    static const char *const op[] = {"?", "forward", "backward"};
+    nji_jit_request request;
+    nji_options options;
+    char what[160];
+    memset(&request, 0, sizeof request);
+    request.name = "norm_rows.cu";
+    request.lines = nji_program_rows;
+    request.source_hash = NJI_PROGRAM_ROWS_HASH;
+    request.arch = arch;
+    snprintf(what, sizeof what, "sm_%d %s dtype %d params %d cols %lld grads %u vec %d", arch,
+             op[desc->op], (int)desc->dtype, (int)desc->param_dtype, (long long)cols,
+             (unsigned)desc->grads, choice->vec);
+    nji_rows_options(desc, cols, choice, &options);
+    compile(&request, &options, what, report);
+    assert_int_equal(report->kernels, choice->family == NJI_SPLIT ? 2 : 1);
+    if (report->stack > most_stack(arch, choice)) {
+        fail_msg("%s: %ld bytes of stack, %ld of spill stores, %ld of spill loads", what,
+                 report->stack, report->stores, report->loads);
+    }
+}
+
+/* A checked descriptor of one row of cols columns. */
+static nj_desc desc_of(nj_op op, nj_dtype dtype, nj_dtype param_dtype, int64_t cols,
+                       uint32_t grads) {
+    int64_t rows, product;
+    nj_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.op = op;
+    desc.dtype = dtype;
+    desc.param_dtype = param_dtype;
+    desc.rank = 2;
+    desc.shape[0] = 100000;
+    desc.shape[1] = cols;
+    desc.norm_axes = 2;
+    desc.has_gamma = desc.has_beta = 1;
+    desc.grads = grads;
+    assert_int_equal(nji_check_desc(&desc, &rows, &product, "test"), NJ_OK);
+    return desc;
+}
+
+static nji_choice choose(const nj_desc *desc, int arch) {
+    nji_device_facts facts;
+    nj_preference pref;
+    nji_choice choice;
+    memset(&facts, 0, sizeof facts);
+    memset(&pref, 0, sizeof pref);
+    facts.arch = arch;
+    facts.multiprocessors = 100;
+    assert_int_equal(
+        nji_choose(desc, desc->shape[0], desc->shape[1], &facts, &pref, &choice, "test"), NJ_OK);
+    return choice;
+}
+
+/* ---- rows ----------------------------------------------------------------------------------- */
+
+/* One descriptor for each row of the tuning table and each type that it serves: at the most columns
+   that one block (or warp) takes, where registers are scarcest. */
+static int64_t full_row(const nji_tuning *row, int arch) {
+    int64_t cols = (int64_t)row->elements * row->max_lanes;
+    if (row->max_slices > 1 && arch >= row->min_arch) cols *= row->max_slices;
+    return nji_min_i64(cols, row->max_cols);
+}
+
+static int is_served_by(const nji_tuning *row, const nj_desc *desc, int64_t cols, int arch) {
+    nji_device_facts facts;
+    memset(&facts, 0, sizeof facts);
+    facts.arch = arch;
+    return nji_find_tuning(desc, row->forward, cols, &facts) == row;
+}
+
+static void every_tuning_row_compiles_for_every_architecture_without_spills(void **state) {
+    size_t r, served = 0;
+    int a, dtype;
+    (void)state;
+    skip_without_nvrtc();
+    for (r = 0; r < COUNT_OF(nji_tuning_table); r++) {
+        const nji_tuning *row = &nji_tuning_table[r];
+        int before = 0;
+        for (a = 0; a < arch_count; a++) {
+            for (dtype = NJ_F16; dtype <= NJ_F64; dtype++) {
+                int64_t cols = full_row(row, archs[a]);
+                nj_op op = row->forward ? NJ_OP_LAYER_NORM_FORWARD : NJ_OP_LAYER_NORM_BACKWARD;
+                nj_desc desc = desc_of(op, (nj_dtype)dtype, NJ_DTYPE_UNSET, cols, 0);
+                kernel_report report;
+                nji_choice choice;
+                if (archs[a] < NJI_LEAST_ARCH || !is_served_by(row, &desc, cols, archs[a]))
+                    continue;
+                /* f16 differs from bf16 in conversions alone: not once more for each architecture
+                 */
+                if (dtype == NJ_F16 && a != arch_count / 2) continue;
+                choice = choose(&desc, archs[a]);
+                assert_int_equal(choice.family, NJI_ROWS);
+                compile_rows(&desc, cols, &choice, archs[a], &report);
+                before++;
+            }
+        }
+        served += before > 0;
+    }
+    assert_int_equal(served,
+                     COUNT_OF(nji_tuning_table)); /* else a row is dead, or this NVRTC is old */
+}
+
+/* Extents off the tables' round numbers: one column, odd ones (single-element accesses), those of
+   models that broke other libraries, and rows so long that they are split. */
+static void rows_of_any_length_compile_without_spills(void **state) {
+    static const int64_t lengths[] = {1,    2,    3,    7,    31,   33,    100,   127,      768,
+                                      1000, 1600, 3584, 5120, 8200, 12345, 65536, 1ll << 20};
+    static const nj_dtype types[] = {NJ_BF16, NJ_F32};
+    int arch, forward, splits = 0;
+    size_t i, t;
+    (void)state;
+    skip_without_nvrtc();
+    arch = archs[arch_count / 2];
+    for (i = 0; i < COUNT_OF(lengths); i++) {
+        for (t = 0; t < COUNT_OF(types); t++) {
+            for (forward = 0; forward <= 1; forward++) {
+                nj_op op = forward ? NJ_OP_LAYER_NORM_FORWARD : NJ_OP_LAYER_NORM_BACKWARD;
+                nj_desc desc = desc_of(op, types[t], NJ_DTYPE_UNSET, lengths[i], 0);
+                nji_choice choice = choose(&desc, arch);
+                kernel_report report;
+                compile_rows(&desc, lengths[i], &choice, arch, &report);
+                splits += choice.family == NJI_SPLIT;
+            }
+        }
+    }
+    assert_true(splits >= 4);
+}
+
+/* Which gradients, with which parameters, in which types: all that a descriptor can say of one
+ * shape. */
+static void every_set_of_gradients_and_parameters_compiles(void **state) {
+    uint32_t grads;
+    int param, stat, parameters;
+    (void)state;
+    skip_without_nvrtc();
+    for (grads = 0; grads <= 7; grads++) { /* 0: the forward */
+        for (param = NJ_BF16; param <= NJ_F32; param++) {
+            for (stat = NJ_BF16; stat <= NJ_F32; stat++) {
+                for (parameters = 0; parameters <= 3; parameters++) {
+                    nj_op op = grads ? NJ_OP_LAYER_NORM_BACKWARD : NJ_OP_LAYER_NORM_FORWARD;
+                    nj_desc desc = desc_of(op, NJ_BF16, (nj_dtype)param, 1024, grads);
+                    nji_choice choice;
+                    kernel_report report;
+                    desc.stat_dtype = (nj_dtype)stat;
+                    desc.has_gamma = parameters & 1;
+                    desc.has_beta = parameters >> 1;
+                    if (stat == NJ_BF16 && parameters != 3) continue; /* types do not mix further */
+                    if ((grads & NJ_GRAD_DGAMMA) && !desc.has_gamma) continue;
+                    if ((grads & NJ_GRAD_DBETA) && !desc.has_beta) continue;
+                    desc.accumulate = grads & (parameters == 3 ? 7u : 0u);
+                    choice = choose(&desc, archs[0]);
+                    compile_rows(&desc, 1024, &choice, archs[0], &report);
+                }
+            }
+        }
+    }
+}
+
+/* ---- strided -------------------------------------------------------------------------------- */
+
+static void strided_kernels_compile_for_every_architecture(void **state) {
+    int a, dtype;
+    (void)state;
+    skip_without_nvrtc();
+    for (a = 0; a < arch_count; a++) {
+        for (dtype = NJ_F16; dtype <= NJ_F64 && archs[a] >= NJI_LEAST_ARCH; dtype++) {
+            nji_jit_request request;
+            nji_options options;
+            kernel_report report;
+            char what[64];
+            memset(&request, 0, sizeof request);
+            request.name = "norm_strided.cu";
+            request.lines = nji_program_strided;
+            request.source_hash = NJI_PROGRAM_STRIDED_HASH;
+            request.arch = archs[a];
+            nji_strided_options((nj_dtype)dtype, &options);
+            snprintf(what, sizeof what, "sm_%d strided dtype %d", archs[a], dtype);
+            compile(&request, &options, what, &report);
+            assert_int_equal(report.kernels, 4);
+            assert_in_range(report.stack, 0, MOST_STRIDED_STACK);
+        }
+    }
+}
+
+/* ---- the embedded PTX ----------------------------------------------------------------------- */
+
+/* Assembles it for the oldest and the newest architecture that this ptxas takes; the driver does
+   the same on a user's machine. */
+static void embedded_ptx_assembles(void **state) {
+    static const char *const *const ptx[] = {nji_fallback_f16, nji_fallback_bf16, nji_fallback_f32,
+                                             nji_fallback_f64};
+    static const char *const entries[] = {"nj_strided_forward(", "nj_strided_backward(",
+                                          "nj_strided_parts(", "nj_params_sum("};
+    const char *assembler = NULL;
+    size_t i, e;
+    int arch;
+    (void)state;
+    if (system("ptxas --version >/dev/null 2>&1") == 0) {
+        assembler = "ptxas";
+    } else if (system("/usr/local/cuda/bin/ptxas --version >/dev/null 2>&1") == 0) {
+        assembler = "/usr/local/cuda/bin/ptxas";
+    }
+    if (!assembler) print_message("no ptxas is installed: not assembled, only read\n");
+    for (i = 0; i < COUNT_OF(ptx); i++) {
+        char *text;
+        size_t size;
+        assert_int_equal(nji_jit_join(ptx[i], &text, &size, "test"), NJ_OK);
+        for (e = 0; e < COUNT_OF(entries); e++) {
+            char entry[64];
+            snprintf(entry, sizeof entry, ".entry %s", entries[e]);
+            assert_non_null(strstr(text, entry));
+        }
+        assert_non_null(strstr(text, ".target sm_75"));
+        for (arch = 75; assembler && arch <= 90; arch += 15) {
+            char command[160];
+            FILE *pipe;
+            snprintf(command, sizeof command, "%s --gpu-name sm_%d -o /dev/null -", assembler,
+                     arch);
+            pipe = popen(command, "w");
+            assert_non_null(pipe);
+            assert_int_equal(fwrite(text, size, 1, pipe), 1);
+            assert_int_equal(pclose(pipe), 0);
+        }
+        NJ_FREE(text);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_tuning_row_compiles_for_every_architecture_without_spills),
+        cmocka_unit_test(rows_of_any_length_compile_without_spills),
+        cmocka_unit_test(every_set_of_gradients_and_parameters_compiles),
+        cmocka_unit_test(strided_kernels_compile_for_every_architecture),
+        cmocka_unit_test(embedded_ptx_assembles),
+    };
+    return cmocka_run_group_tests_name("kernels compile", tests, open_nvrtc, close_nvrtc);
+}
