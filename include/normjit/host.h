@@ -244,10 +244,10 @@ typedef double nji_double_base;
 
 /* Elements as they are stored. GET1 and PUT1 convert one from and to the type of the arithmetic,
    GET and PUT a vector of them. */
-typedef uint16_t nji_f16;
-typedef uint16_t nji_bf16;
-typedef float nji_f32;
-typedef double nji_f64;
+typedef uint16_t nji_stored_f16;
+typedef uint16_t nji_stored_bf16;
+typedef float nji_stored_f32;
+typedef double nji_stored_f64;
 
 #define NJI_GET1_f16(p) nji_f32_from_f16(*(p))
 #define NJI_GET1_bf16(p) nji_f32_from_bf16(*(p))
@@ -384,7 +384,7 @@ typedef double nji_f64;
         typedef nji_##real##_##isa vec;                                                            \
         int r;                                                                                     \
         for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_##elem *x = (const nji_##elem *)panel->x[r];                                 \
+            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
             vec a = {0}, b = {0}, d = {0}, e = {0};                                                \
             real rest = 0;                                                                         \
             int64_t c = 0;                                                                         \
@@ -407,7 +407,7 @@ typedef double nji_f64;
         typedef nji_##real##_##isa vec;                                                            \
         int r;                                                                                     \
         for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_##elem *x = (const nji_##elem *)panel->x[r];                                 \
+            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
             real center = (real)panel->center[r], rest = 0, rest2 = 0;                             \
             vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                              \
             int64_t c = 0;                                                                         \
@@ -442,8 +442,8 @@ typedef double nji_f64;
         const real *gamma = (const real *)panel->gamma, *beta = (const real *)panel->beta;         \
         int r;                                                                                     \
         for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_##elem *x = (const nji_##elem *)panel->x[r];                                 \
-            nji_##elem *y = (nji_##elem *)panel->out[r];                                           \
+            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
+            nji_stored_##elem *y = (nji_stored_##elem *)panel->out[r];                             \
             real center = (real)panel->center[r], shift = (real)panel->shift[r];                   \
             real rstd = (real)panel->rstd[r];                                                      \
             int64_t c = 0;                                                                         \
@@ -466,8 +466,8 @@ typedef double nji_f64;
         const real *gamma = (const real *)panel->gamma;                                            \
         int r;                                                                                     \
         for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_##elem *x = (const nji_##elem *)panel->x[r],                                 \
-                             *dy = (const nji_##elem *)panel->dy[r];                               \
+            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r],                   \
+                                    *dy = (const nji_stored_##elem *)panel->dy[r];                 \
             real center = (real)panel->center[r], rstd = (real)panel->rstd[r], rest = 0,           \
                  rest2 = 0;                                                                        \
             vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                              \
@@ -520,7 +520,7 @@ typedef double nji_f64;
             NJI_HOST_OPEN(vec, 2, lanes)                                                           \
             NJI_HOST_OPEN(vec, 3, lanes)                                                           \
             NJI_HOST_BACKWARD_ROWS(                                                                \
-                nji_##elem, real,                                                                  \
+                nji_stored_##elem, real,                                                           \
                 NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)       \
                     NJI_HOST_STEP(vec, 1, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)   \
                         NJI_HOST_STEP(vec, 2, lanes, NJI_GET_##elem##_##isa,                       \
@@ -535,13 +535,13 @@ typedef double nji_f64;
         for (; c + lanes <= cols; c += lanes) {                                                    \
             NJI_HOST_OPEN(vec, 0, lanes)                                                           \
             NJI_HOST_BACKWARD_ROWS(                                                                \
-                nji_##elem, real,                                                                  \
+                nji_stored_##elem, real,                                                           \
                 NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa))      \
             NJI_HOST_CLOSE(vec, 0, lanes)                                                          \
         }                                                                                          \
         for (; c < cols; c++) {                                                                    \
             NJI_HOST_OPEN(real, 0, 1)                                                              \
-            NJI_HOST_BACKWARD_ROWS(nji_##elem, real,                                               \
+            NJI_HOST_BACKWARD_ROWS(nji_stored_##elem, real,                                        \
                                    NJI_HOST_STEP(real, 0, 1, NJI_GET1_##elem, NJI_PUT1_##elem))    \
             NJI_HOST_CLOSE(real, 0, 1)                                                             \
         }                                                                                          \
@@ -569,7 +569,7 @@ typedef double nji_f64;
 /* Packed rows of 16-bit elements from and to float. */
 #define NJI_HOST_ROWS_OF(isa, TARGET, elem, lanes)                                                 \
     TARGET static void nji_host_load_##elem##_##isa(const void *from, void *to, int64_t count) {   \
-        const nji_##elem *in = (const nji_##elem *)from;                                           \
+        const nji_stored_##elem *in = (const nji_stored_##elem *)from;                             \
         float *out = (float *)to;                                                                  \
         int64_t i = 0;                                                                             \
         for (; i + lanes <= count; i += lanes)                                                     \
@@ -580,7 +580,7 @@ typedef double nji_f64;
                                                                                                    \
     TARGET static void nji_host_store_##elem##_##isa(const void *from, void *to, int64_t count) {  \
         const float *in = (const float *)from;                                                     \
-        nji_##elem *out = (nji_##elem *)to;                                                        \
+        nji_stored_##elem *out = (nji_stored_##elem *)to;                                          \
         int64_t i = 0;                                                                             \
         for (; i + lanes <= count; i += lanes)                                                     \
             NJI_PUT_##elem##_##isa(out + i, NJI_READ(nji_float_##isa, in + i));                    \
