@@ -1031,23 +1031,37 @@ typedef struct nji_tuning {
 /* Measured reasons: ptx_src/DIARY.md. */
 static const nji_tuning nji_tuning_table[] = {
     /* fwd bytes arch max_cols elements lanes threads slices resident prefetch */
-    {1, 2, 0, 1024, 32, 32, 128, 1, 1024, 0},
-    {1, 2, 90, NJI_ANY_COLS, 16, 512, 0, 8, 1024, 0},
+    {1, 2, 0, 256, 8, 32, 128, 1, 1536, 0},
+    {1, 2, 90, 1024, 32, 32, 256, 1, 1024, 0},
+    {1, 2, 0, 1024, 32, 32, 256, 1, 768, 0},
+    {1, 2, 0, 16384, 32, 512, 0, 1, 1024, 0},
+    {1, 2, 90, 65536, 16, 512, 0, 8, 1024, 0},
+    {1, 2, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
     {1, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
-    {1, 4, 0, 1024, 32, 32, 128, 1, 1024, 0},
-    {1, 4, 90, NJI_ANY_COLS, 16, 512, 0, 8, 1024, 0},
+    {1, 4, 0, 128, 4, 32, 128, 1, 1536, 0},
+    {1, 4, 0, 1024, 32, 32, 256, 1, 768, 0},
+    {1, 4, 0, 8192, 16, 512, 0, 1, 1024, 0},
+    {1, 4, 0, 16384, 32, 512, 0, 1, 512, 0},
+    {1, 4, 90, 65536, 16, 512, 0, 8, 1024, 0},
+    {1, 4, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
     {1, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
     {1, 8, 0, 512, 16, 32, 128, 1, 512, 0},
-    {1, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0},
-    {1, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0},
-    {0, 2, 0, 768, 24, 32, 256, 1, 256, 1},
-    {0, 2, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 1},
+    {1, 8, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0},
+    {1, 8, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
+    {0, 2, 0, 256, 8, 32, 256, 1, 1024, 0},
+    {0, 2, 0, 768, 24, 32, 64, 1, 256, 1},
+    {0, 2, 0, 1024, 32, 32, 64, 1, 256, 1},
+    {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1},
+    {0, 2, 0, 12288, 24, 512, 0, 1, 512, 0},
+    {0, 2, 90, 98304, 24, 512, 0, 8, 384, 1},
     {0, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 1},
-    {0, 4, 0, 512, 16, 32, 256, 1, 256, 1},
-    {0, 4, 90, NJI_ANY_COLS, 16, 256, 0, 8, 256, 1},
+    {0, 4, 0, 128, 4, 32, 256, 1, 1024, 1},
+    {0, 4, 0, 768, 24, 32, 64, 1, 256, 1},
+    {0, 4, 0, 4096, 8, 512, 0, 1, 1024, 0},
+    {0, 4, 90, 65536, 32, 256, 0, 8, 256, 1},
     {0, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
-    {0, 8, 0, 256, 8, 32, 256, 1, 256, 1},
-    {0, 8, 90, NJI_ANY_COLS, 8, 256, 0, 8, 256, 1},
+    {0, 8, 0, 256, 8, 32, 128, 1, 256, 1},
+    {0, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0},
     {0, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0},
 };
 
@@ -1103,7 +1117,8 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
     int per_slice;
     choice->vec = 16 / (int)nj_dtype_size(desc->dtype);
     while (cols % choice->vec != 0) choice->vec /= 2;
-    choice->prefetch = row->prefetch;
+    /* Narrow packs waste registers: there is no room for a second row. */
+    choice->prefetch = row->prefetch && choice->vec * (int)nj_dtype_size(desc->dtype) >= 8;
     slices = nji_ceil_div(cols, (int64_t)row->elements * row->max_lanes);
     if (row->max_slices > 1 && slices > 1 && slices <= row->max_slices) {
         slices = nji_power_of_two_above((int)slices);
@@ -1310,7 +1325,7 @@ static void nji_strided_options(const nj_desc *desc, const nji_choice *choice, n
 #define NJI_HOST_X86 1
 #include <immintrin.h>
 #define NJI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define NJI_TARGET_AVX512                                                                              \
+#define NJI_TARGET_AVX512                                                                          \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #else
 #define NJI_HOST_X86 0
@@ -1321,15 +1336,18 @@ static void nji_strided_options(const nj_desc *desc, const nji_choice *choice, n
 
 #define NJI_HOST_ROWS 32           /* rows of a panel, at most */
 #define NJI_HOST_CHUNK_BYTES 4096  /* of one panel row, at most */
-#define NJI_HOST_PANEL_BYTES 16384 /* of a panel, without the padding of its rows */
+#define NJI_HOST_PANEL_BYTES 24576 /* of a panel, without the padding of its rows */
 #define NJI_HOST_PAD_BYTES 64      /* keeps panel rows out of each other's cache sets */
 #define NJI_HOST_BUFFER_BYTES (NJI_HOST_PANEL_BYTES + NJI_HOST_ROWS * NJI_HOST_PAD_BYTES)
-#define NJI_HOST_GROUP_BYTES 196608   /* of x in the rows that are swept twice: must stay in L2 */
+#define NJI_HOST_GROUP_BYTES 98304    /* of x in the rows of a panel: must stay in L2 till swept again */
+#define NJI_HOST_SWEEP_COLS 8192      /* columns of one sum where all is in place */
+#define NJI_HOST_SHORT_ROW 1024       /* bytes; up to there ... */
+#define NJI_HOST_SHORT_PANEL 4096     /* ... the next panel is fetched soonest behind one of a page */
 #define NJI_HOST_PARALLEL_FROM 32768  /* elements; below it threads cost more than they save */
-#define NJI_HOST_STREAM_FROM 33554432 /* bytes of an output that the last cache will not hold */
+#define NJI_HOST_STREAM_FROM 16777216 /* bytes of an output that the last cache will not hold */
 #define NJI_HOST_PARTS 64             /* parts of the rows, at most, ... */
 #define NJI_HOST_PARTIAL_BYTES 1048576 /* ... or as many more as keep the partial sums this small */
-#define NJI_HOST_PART_ROWS 32         /* rows of a part, at least, once there are enough for 8 parts */
+#define NJI_HOST_PART_ROWS 64         /* rows of a part, at least, once there are enough for 8 parts */
 #define NJI_HOST_FINISH_COLS 64       /* columns whose partial sums one task adds up */
 
 /* ---- element types -------------------------------------------------------------------------- */
@@ -1398,25 +1416,25 @@ typedef void (*nji_host_copy)(const void *from, const int64_t *from_row, int64_t
                               const int64_t *to_row, int64_t to_col, int rows, int64_t cols,
                               int along_rows);
 
-#define NJI_HOST_COPY(name, source, target, convert)                                                   \
-    static void nji_host_copy_##name(const void *from, const int64_t *from_row, int64_t from_col,      \
-                                     void *to, const int64_t *to_row, int64_t to_col, int rows,        \
-                                     int64_t cols, int along_rows) {                                   \
-        const source *in = (const source *)from;                                                       \
-        target *out = (target *)to;                                                                    \
-        int64_t c;                                                                                     \
-        int r;                                                                                         \
-        if (along_rows) {                                                                              \
-            for (c = 0; c < cols; c++)                                                                 \
-                for (r = 0; r < rows; r++)                                                             \
-                    out[to_row[r] + c * to_col] = (target)convert(in[from_row[r] + c * from_col]);     \
-            return;                                                                                    \
-        }                                                                                              \
-        for (r = 0; r < rows; r++) {                                                                   \
-            const source *a = in + from_row[r];                                                        \
-            target *b = out + to_row[r];                                                               \
-            for (c = 0; c < cols; c++) b[c * to_col] = (target)convert(a[c * from_col]);               \
-        }                                                                                              \
+#define NJI_HOST_COPY(name, source, target, convert)                                               \
+    static void nji_host_copy_##name(const void *from, const int64_t *from_row, int64_t from_col,  \
+                                     void *to, const int64_t *to_row, int64_t to_col, int rows,    \
+                                     int64_t cols, int along_rows) {                               \
+        const source *in = (const source *)from;                                                   \
+        target *out = (target *)to;                                                                \
+        int64_t c;                                                                                 \
+        int r;                                                                                     \
+        if (along_rows) {                                                                          \
+            for (c = 0; c < cols; c++)                                                             \
+                for (r = 0; r < rows; r++)                                                         \
+                    out[to_row[r] + c * to_col] = (target)convert(in[from_row[r] + c * from_col]); \
+            return;                                                                                \
+        }                                                                                          \
+        for (r = 0; r < rows; r++) {                                                               \
+            const source *a = in + from_row[r];                                                    \
+            target *b = out + to_row[r];                                                           \
+            for (c = 0; c < cols; c++) b[c * to_col] = (target)convert(a[c * from_col]);           \
+        }                                                                                          \
     }
 
 NJI_HOST_COPY(float_f16, uint16_t, float, nji_f32_from_f16)
@@ -1459,7 +1477,7 @@ typedef struct nji_host_panel {
     void *out[NJI_HOST_ROWS];                         /* y or dx; may be x or dy */
     const void *gamma, *beta;                         /* the chunk of each; never null */
     void *dgamma, *dbeta;                             /* partial sums of the chunk, added to */
-    int64_t x_ahead, dy_ahead; /* bytes from a row of x, dy to the row to prefetch; 0: none */
+    int64_t ahead; /* bytes from a row of x to the row that forward prefetches; 0: none */
     int begin, end; /* the rows in hand */
     /* By row. The sums grow from chunk to chunk; in double, so chunks add no error of their own. */
     double sum[NJI_HOST_ROWS], square[NJI_HOST_ROWS];
@@ -1470,7 +1488,7 @@ typedef struct nji_host_panel {
     double mean_g[NJI_HOST_ROWS], mean_gx[NJI_HOST_ROWS];
 } nji_host_panel;
 
-/* One set for each of float and double, and for each instruction set. `cols` is the chunk's. */
+/* One set for each element type and instruction set. `cols` is the chunk's. */
 typedef struct nji_host_math {
     void (*sum)(nji_host_panel *panel, int64_t cols);       /* sum += x */
     void (*moments)(nji_host_panel *panel, int64_t cols);   /* sum += d, square += d*d; d = x-center */
@@ -1479,40 +1497,30 @@ typedef struct nji_host_math {
     void (*dx)(const nji_host_panel *panel, int64_t cols);         /* out = dx */
     void (*params)(const nji_host_panel *panel, int64_t cols);     /* dgamma, dbeta */
     void (*dx_params)(const nji_host_panel *panel, int64_t cols);  /* both, reading once */
-    void (*add)(void *to, const void *from, int64_t cols);         /* to += from */
-    void (*add_wide)(double *to, const void *from, int64_t cols);  /* the same into double */
 } nji_host_math;
 
 #if NJI_HOST_VECTORS
 /* Vectors as they lie in memory: aligned as their elements, and free to alias them. */
-#define NJI_VECTOR(real, lanes)                                                                        \
-    typedef real nji_##real##lanes                                                                     \
-        __attribute__((vector_size(lanes * sizeof(real)), aligned(sizeof(real)), may_alias))
-NJI_VECTOR(float, 4);
-NJI_VECTOR(double, 2);
-#if NJI_HOST_X86
-NJI_VECTOR(float, 8);
-NJI_VECTOR(double, 4);
-NJI_VECTOR(float, 16);
-NJI_VECTOR(double, 8);
-#endif
-#else
-typedef float nji_float1;
-typedef double nji_double1;
-#endif
-
-/* The sum of a vector's lanes: of its pieces of 16 bytes first, then of the lanes of one. */
-#define NJI_PIECES_1(p) ((p)[0])
-#define NJI_PIECES_2(p) ((p)[0] + (p)[1])
-#define NJI_PIECES_4(p) (NJI_PIECES_2(p) + NJI_PIECES_2((p) + 2))
-#if NJI_HOST_VECTORS
-typedef nji_float4 nji_float_piece;
-typedef nji_double2 nji_double_piece;
+#define NJI_VECTOR(real, bytes, isa)                                                               \
+    typedef real nji_##real##_##isa                                                                \
+        __attribute__((vector_size(bytes), aligned(sizeof(real)), may_alias))
+NJI_VECTOR(float, 16, base);
+NJI_VECTOR(double, 16, base);
+#define NJI_BASE_LANES_float 4
+#define NJI_BASE_LANES_double 2
 #define NJI_LANES_float(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
 #define NJI_LANES_double(v) ((v)[0] + (v)[1])
+#if NJI_HOST_X86
+NJI_VECTOR(float, 32, avx2);
+NJI_VECTOR(double, 32, avx2);
+NJI_VECTOR(float, 64, avx512);
+NJI_VECTOR(double, 64, avx512);
+#endif
 #else
-typedef float nji_float_piece;
-typedef double nji_double_piece;
+typedef float nji_float_base;
+typedef double nji_double_base;
+#define NJI_BASE_LANES_float 1
+#define NJI_BASE_LANES_double 1
 #define NJI_LANES_float(v) (v)
 #define NJI_LANES_double(v) (v)
 #endif
@@ -1520,333 +1528,378 @@ typedef double nji_double_piece;
 #define NJI_AT(vec, pointer) (*(vec *)(pointer))
 #define NJI_READ(vec, pointer) (*(const vec *)(pointer))
 
-/* The k-th vector of a tile of columns, in one row of the backward pass. */
-#define NJI_HOST_BACKWARD_STEP(vec, k, lanes)                                                          \
-    {                                                                                                  \
-        vec t = NJI_READ(vec, dy + (k) * (lanes));                                                     \
-        if ((k) * (lanes) * sizeof(*x) % 64 == 0) {                                                    \
-            NJI_PREFETCH((const char *)(x + (k) * (lanes)) + panel->x_ahead);                          \
-            NJI_PREFETCH((const char *)(dy + (k) * (lanes)) + panel->dy_ahead);                        \
-        }                                                                     \
-        vec h = (NJI_READ(vec, x + (k) * (lanes)) - center) * rstd;                                    \
-        if (want_params) {                                                                             \
-            dgamma##k += t * h;                                                                        \
-            dbeta##k += t;                                                                             \
-        }                                                                                              \
-        if (want_dx)                                                                                   \
-            NJI_AT(vec, out + (k) * (lanes)) = ((t * gamma##k - mean_g) - h * mean_gx) * scale;        \
-    }
+/* The sum of a vector's lanes: of its pieces of the base vector's size first, then of one's lanes. */
+#define NJI_PIECES_1(p) ((p)[0])
+#define NJI_PIECES_2(p) ((p)[0] + (p)[1])
+#define NJI_PIECES_4(p) (NJI_PIECES_2(p) + NJI_PIECES_2((p) + 2))
 
-/* The rows of a panel over one tile of columns; `step` names the tile's vectors. The sums over the
-   rows are kept in registers and added to memory once, which also keeps their error small. */
-#define NJI_HOST_BACKWARD_ROWS(real, steps)                                                            \
-    for (r = panel->begin; r < panel->end; r++) {                                                                \
-        const real *x = (const real *)panel->x[r] + c, *dy = (const real *)panel->dy[r] + c;           \
-        real center = row[r].center, rstd = row[r].rstd, scale = row[r].scale;                         \
-        real mean_g = row[r].mean_g, mean_gx = row[r].mean_gx;                                         \
-        real *out = want_dx ? (real *)panel->out[r] + c : NULL;                                        \
-        steps                                                                                          \
-    }
+/* Elements as they are stored. GET1 and PUT1 convert one from and to the type of the arithmetic, GET
+   and PUT a vector of them. */
+typedef uint16_t nji_f16;
+typedef uint16_t nji_bf16;
+typedef float nji_f32;
+typedef double nji_f64;
 
-#define NJI_HOST_OPEN(vec, k, lanes)                                                                   \
-    vec dgamma##k = {0}, dbeta##k = {0}, gamma##k = NJI_READ(vec, gamma + c + (k) * (lanes));
+#define NJI_GET1_f16(p) nji_f32_from_f16(*(p))
+#define NJI_GET1_bf16(p) nji_f32_from_bf16(*(p))
+#define NJI_GET1_f32(p) (*(p))
+#define NJI_GET1_f64(p) (*(p))
+#define NJI_PUT1_f16(p, value) (*(p) = nji_f16_from_f32(value))
+#define NJI_PUT1_bf16(p, value) (*(p) = nji_bf16_from_f32(value))
+#define NJI_PUT1_f32(p, value) (*(p) = (value))
+#define NJI_PUT1_f64(p, value) (*(p) = (value))
 
-#define NJI_HOST_CLOSE(vec, k, lanes)                                                                  \
-    if (want_params) {                                                                                 \
-        NJI_AT(vec, dgamma + c + (k) * (lanes)) += dgamma##k;                                          \
-        NJI_AT(vec, dbeta + c + (k) * (lanes)) += dbeta##k;                                            \
-    }
-
-/* C has no templates: this text is the arithmetic, for one type and one instruction set. Columns go by
-   four vectors, then by one, then one by one; where a column falls depends on its place alone. */
-#define NJI_HOST_MATH(isa, TARGET, real, lanes, pieces)                                                    \
-    typedef nji_##real##lanes nji_##real##_##isa;                                                      \
-                                                                                                       \
-    TARGET static NJI_ALWAYS_INLINE double nji_host_lanes_##real##_##isa(                              \
-        const nji_##real##_##isa *vector) {                                                            \
-        const nji_##real##_piece *piece = (const nji_##real##_piece *)vector;                          \
-        nji_##real##_piece sum = NJI_PIECES_##pieces(piece);                                           \
-        return (double)NJI_LANES_##real(sum);                                                          \
-    }                                                                                                  \
-                                                                                                       \
-    TARGET static void nji_host_sum_##real##_##isa(nji_host_panel *panel, int64_t cols) {              \
-        typedef nji_##real##_##isa vec;                                                                \
-        int r;                                                                                         \
-        for (r = panel->begin; r < panel->end; r++) {                                                            \
-            const real *x = (const real *)panel->x[r];                                                 \
-            vec a = {0}, b = {0}, d = {0}, e = {0};                                                    \
-            real rest = 0;                                                                             \
-            int64_t c = 0;                                                                             \
-            for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                            \
-                a += NJI_READ(vec, x + c);                                                             \
-                b += NJI_READ(vec, x + c + lanes);                                                     \
-                d += NJI_READ(vec, x + c + 2 * lanes);                                                 \
-                e += NJI_READ(vec, x + c + 3 * lanes);                                                 \
-            }                                                                                          \
-            for (; c + lanes <= cols; c += lanes) a += NJI_READ(vec, x + c);                           \
-            for (; c < cols; c++) rest += x[c];                                                        \
-            a = (a + b) + (d + e);                                                                     \
-            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                           \
-        }                                                                                              \
-    }                                                                                                  \
-                                                                                                       \
-    TARGET static void nji_host_moments_##real##_##isa(nji_host_panel *panel, int64_t cols) {          \
-        typedef nji_##real##_##isa vec;                                                                \
-        int r;                                                                                         \
-        for (r = panel->begin; r < panel->end; r++) {                                                            \
-            const real *x = (const real *)panel->x[r];                                                 \
-            real center = (real)panel->center[r], rest = 0, rest2 = 0;                                 \
-            vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                                  \
-            int64_t c = 0;                                                                             \
-            for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                            \
-                vec d = NJI_READ(vec, x + c) - center, e = NJI_READ(vec, x + c + lanes) - center;      \
-                a += d;                                                                                \
-                a2 += d * d;                                                                           \
-                b += e;                                                                                \
-                b2 += e * e;                                                                           \
-            }                                                                                          \
-            for (; c + lanes <= cols; c += lanes) {                                                    \
-                vec d = NJI_READ(vec, x + c) - center;                                                 \
-                a += d;                                                                                \
-                a2 += d * d;                                                                           \
-            }                                                                                          \
-            for (; c < cols; c++) {                                                                    \
-                real d = x[c] - center;                                                                \
-                rest += d;                                                                             \
-                rest2 += d * d;                                                                        \
-            }                                                                                          \
-            a += b;                                                                                    \
-            a2 += b2;                                                                                  \
-            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                           \
-            panel->square[r] += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                      \
-        }                                                                                              \
-    }                                                                                                  \
-                                                                                                       \
-    TARGET static void nji_host_forward_##real##_##isa(const nji_host_panel *panel, int64_t cols) {    \
-        typedef nji_##real##_##isa vec;                                                                \
-        const real *gamma = (const real *)panel->gamma, *beta = (const real *)panel->beta;             \
-        int r;                                                                                         \
-        for (r = panel->begin; r < panel->end; r++) {                                                            \
-            const real *x = (const real *)panel->x[r];                                                 \
-            real *y = (real *)panel->out[r];                                                           \
-            real center = (real)panel->center[r], shift = (real)panel->shift[r];                       \
-            real rstd = (real)panel->rstd[r];                                                          \
-            int64_t c = 0;                                                                             \
-            for (; c + lanes <= cols; c += lanes) {                                                    \
-                vec h = (NJI_READ(vec, x + c) - center) * rstd + shift;                                \
-                NJI_PREFETCH((const char *)(x + c) + panel->x_ahead);                                  \
-                NJI_AT(vec, y + c) = h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c);           \
-            }                                                                                          \
-            for (; c < cols; c++)                                                                      \
-                y[c] = ((x[c] - center) * rstd + shift) * gamma[c] + beta[c];                          \
-        }                                                                                              \
-    }                                                                                                  \
-                                                                                                       \
-    TARGET static void nji_host_backward_sums_##real##_##isa(nji_host_panel *panel, int64_t cols) {    \
-        typedef nji_##real##_##isa vec;                                                                \
-        const real *gamma = (const real *)panel->gamma;                                                \
-        int r;                                                                                         \
-        for (r = panel->begin; r < panel->end; r++) {                                                            \
-            const real *x = (const real *)panel->x[r], *dy = (const real *)panel->dy[r];               \
-            real center = (real)panel->center[r], rstd = (real)panel->rstd[r], rest = 0, rest2 = 0;    \
-            vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                                  \
-            int64_t c = 0;                                                                             \
-            for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                            \
-                vec g = NJI_READ(vec, dy + c) * NJI_READ(vec, gamma + c);                              \
-                vec f = NJI_READ(vec, dy + c + lanes) * NJI_READ(vec, gamma + c + lanes);              \
-                a += g;                                                                                \
-                a2 += g * ((NJI_READ(vec, x + c) - center) * rstd);                                    \
-                b += f;                                                                                \
-                b2 += f * ((NJI_READ(vec, x + c + lanes) - center) * rstd);                            \
-            }                                                                                          \
-            for (; c + lanes <= cols; c += lanes) {                                                    \
-                vec g = NJI_READ(vec, dy + c) * NJI_READ(vec, gamma + c);                              \
-                a += g;                                                                                \
-                a2 += g * ((NJI_READ(vec, x + c) - center) * rstd);                                    \
-            }                                                                                          \
-            for (; c < cols; c++) {                                                                    \
-                real g = dy[c] * gamma[c];                                                             \
-                rest += g;                                                                             \
-                rest2 += g * ((x[c] - center) * rstd);                                                 \
-            }                                                                                          \
-            a += b;                                                                                    \
-            a2 += b2;                                                                                  \
-            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                           \
-            panel->square[r] += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                      \
-        }                                                                                              \
-    }                                                                                                  \
-                                                                                                       \
-    TARGET static NJI_ALWAYS_INLINE void nji_host_backward_##real##_##isa(                             \
-        const nji_host_panel *panel, int64_t cols, int want_dx, int want_params) {                     \
-        typedef nji_##real##_##isa vec;                                                                \
-        const real *gamma = (const real *)panel->gamma;                                                \
-        real *dgamma = (real *)panel->dgamma, *dbeta = (real *)panel->dbeta;                           \
-        struct {                                                                                       \
-            real center, rstd, scale, mean_g, mean_gx;                                                 \
-        } row[NJI_HOST_ROWS];                                                                          \
-        int64_t c = 0;                                                                                 \
-        int r;                                                                                         \
-        for (r = panel->begin; r < panel->end; r++) {                                                            \
-            row[r].center = (real)panel->center[r];                                                    \
-            row[r].rstd = (real)panel->rstd[r];                                                        \
-            row[r].scale = (real)panel->scale[r];                                                      \
-            row[r].mean_g = (real)panel->mean_g[r];                                                    \
-            row[r].mean_gx = (real)panel->mean_gx[r];                                                  \
-        }                                                                                              \
-        for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                                \
-            NJI_HOST_OPEN(vec, 0, lanes)                                                               \
-            NJI_HOST_OPEN(vec, 1, lanes)                                                               \
-            NJI_HOST_OPEN(vec, 2, lanes)                                                               \
-            NJI_HOST_OPEN(vec, 3, lanes)                                                               \
-            NJI_HOST_BACKWARD_ROWS(                                                                    \
-                real, NJI_HOST_BACKWARD_STEP(vec, 0, lanes) NJI_HOST_BACKWARD_STEP(vec, 1, lanes)      \
-                          NJI_HOST_BACKWARD_STEP(vec, 2, lanes) NJI_HOST_BACKWARD_STEP(vec, 3, lanes)) \
-            NJI_HOST_CLOSE(vec, 0, lanes)                                                              \
-            NJI_HOST_CLOSE(vec, 1, lanes)                                                              \
-            NJI_HOST_CLOSE(vec, 2, lanes)                                                              \
-            NJI_HOST_CLOSE(vec, 3, lanes)                                                              \
-        }                                                                                              \
-        for (; c + lanes <= cols; c += lanes) {                                                        \
-            NJI_HOST_OPEN(vec, 0, lanes)                                                               \
-            NJI_HOST_BACKWARD_ROWS(real, NJI_HOST_BACKWARD_STEP(vec, 0, lanes))                        \
-            NJI_HOST_CLOSE(vec, 0, lanes)                                                              \
-        }                                                                                              \
-        for (; c < cols; c++) {                                                                        \
-            NJI_HOST_OPEN(real, 0, 1)                                                                  \
-            NJI_HOST_BACKWARD_ROWS(real, NJI_HOST_BACKWARD_STEP(real, 0, 1))                           \
-            NJI_HOST_CLOSE(real, 0, 1)                                                                 \
-        }                                                                                              \
-    }                                                                                                  \
-                                                                                                       \
-    TARGET static void nji_host_dx_##real##_##isa(const nji_host_panel *panel, int64_t cols) {         \
-        nji_host_backward_##real##_##isa(panel, cols, 1, 0);                                           \
-    }                                                                                                  \
-    TARGET static void nji_host_params_##real##_##isa(const nji_host_panel *panel, int64_t cols) {     \
-        nji_host_backward_##real##_##isa(panel, cols, 0, 1);                                           \
-    }                                                                                                  \
-    TARGET static void nji_host_dx_params_##real##_##isa(const nji_host_panel *panel, int64_t cols) {  \
-        nji_host_backward_##real##_##isa(panel, cols, 1, 1);                                           \
-    }                                                                                                  \
-                                                                                                       \
-    TARGET static void nji_host_add_##real##_##isa(void *to, const void *from, int64_t cols) {         \
-        typedef nji_##real##_##isa vec;                                                                \
-        real *a = (real *)to;                                                                          \
-        const real *b = (const real *)from;                                                            \
-        int64_t c = 0;                                                                                 \
-        for (; c + lanes <= cols; c += lanes) NJI_AT(vec, a + c) += NJI_READ(vec, b + c);              \
-        for (; c < cols; c++) a[c] += b[c];                                                            \
-    }                                                                                                  \
-                                                                                                       \
-    TARGET static void nji_host_add_wide_##real##_##isa(double *to, const void *from, int64_t cols) {  \
-        const real *b = (const real *)from;                                                            \
-        int64_t c;                                                                                     \
-        for (c = 0; c + 4 <= cols; c += 4) {                                                           \
-            to[c] += (double)b[c];                                                                     \
-            to[c + 1] += (double)b[c + 1];                                                             \
-            to[c + 2] += (double)b[c + 2];                                                             \
-            to[c + 3] += (double)b[c + 3];                                                             \
-        }                                                                                              \
-        for (; c < cols; c++) to[c] += (double)b[c];                                                   \
-    }
-
-#define NJI_HOST_MATH_TABLE(isa, real)                                                                 \
-    {                                                                                                  \
-        nji_host_sum_##real##_##isa, nji_host_moments_##real##_##isa, nji_host_forward_##real##_##isa, \
-            nji_host_backward_sums_##real##_##isa, nji_host_dx_##real##_##isa,                         \
-            nji_host_params_##real##_##isa, nji_host_dx_params_##real##_##isa,                         \
-            nji_host_add_##real##_##isa, nji_host_add_wide_##real##_##isa                              \
-    }
-
-#if NJI_HOST_VECTORS
-NJI_HOST_MATH(base, NJI_TARGET_BASE, float, 4, 1)
-NJI_HOST_MATH(base, NJI_TARGET_BASE, double, 2, 1)
-#else
-NJI_HOST_MATH(base, NJI_TARGET_BASE, float, 1, 1)
-NJI_HOST_MATH(base, NJI_TARGET_BASE, double, 1, 1)
-#endif
-#if NJI_HOST_X86
-NJI_HOST_MATH(avx2, NJI_TARGET_AVX2, float, 8, 2)
-NJI_HOST_MATH(avx2, NJI_TARGET_AVX2, double, 4, 2)
-NJI_HOST_MATH(avx512, NJI_TARGET_AVX512, float, 16, 4)
-NJI_HOST_MATH(avx512, NJI_TARGET_AVX512, double, 8, 4)
-#endif
-
-/* ---- instruction sets ----------------------------------------------------------------------- */
-
-/* Rows of 16-bit elements from and to float, and copies past the caches. NULL: no faster way known. */
-typedef void (*nji_host_row_copy)(const void *from, void *to, int64_t count);
-
-typedef struct nji_host_isa {
-    const char *name;
-    int vector_bytes;
-    nji_host_math math[2];                                 /* float, double */
-    nji_host_row_copy load[NJ_F64 + 1], store[NJ_F64 + 1]; /* by nj_dtype; both sides packed */
-    nji_host_row_copy stream;                              /* bytes; fence when all is done */
-} nji_host_isa;
-
-static const nji_host_isa nji_host_base = {
-    "baseline", 16,
-    {NJI_HOST_MATH_TABLE(base, float), NJI_HOST_MATH_TABLE(base, double)},
-    {NULL, NULL, NULL, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-    NULL};
+#define NJI_GET_f32_base(p) NJI_READ(nji_float_base, p)
+#define NJI_GET_f64_base(p) NJI_READ(nji_double_base, p)
+#define NJI_PUT_f32_base(p, value) (NJI_AT(nji_float_base, p) = (value))
+#define NJI_PUT_f64_base(p, value) (NJI_AT(nji_double_base, p) = (value))
 
 #if NJI_HOST_X86
-NJI_TARGET_AVX2 static void nji_host_load_f16(const void *from, void *to, int64_t count) {
-    const uint16_t *in = (const uint16_t *)from;
-    float *out = (float *)to;
-    int64_t i = 0;
-    for (; i + 8 <= count; i += 8)
-        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i))));
-    for (; i < count; i++) out[i] = nji_f32_from_f16(in[i]);
-}
+#define NJI_GET_f32_avx2(p) NJI_READ(nji_float_avx2, p)
+#define NJI_GET_f64_avx2(p) NJI_READ(nji_double_avx2, p)
+#define NJI_PUT_f32_avx2(p, value) (NJI_AT(nji_float_avx2, p) = (value))
+#define NJI_PUT_f64_avx2(p, value) (NJI_AT(nji_double_avx2, p) = (value))
+#define NJI_GET_f32_avx512(p) NJI_READ(nji_float_avx512, p)
+#define NJI_GET_f64_avx512(p) NJI_READ(nji_double_avx512, p)
+#define NJI_PUT_f32_avx512(p, value) (NJI_AT(nji_float_avx512, p) = (value))
+#define NJI_PUT_f64_avx512(p, value) (NJI_AT(nji_double_avx512, p) = (value))
 
-NJI_TARGET_AVX2 static void nji_host_store_f16(const void *from, void *to, int64_t count) {
-    const float *in = (const float *)from;
-    uint16_t *out = (uint16_t *)to;
-    int64_t i = 0;
-    for (; i + 8 <= count; i += 8)
-        _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), 0));
-    for (; i < count; i++) out[i] = nji_f16_from_f32(in[i]);
-}
+#define NJI_LOAD_8X16(p) _mm_loadu_si128((const __m128i *)(p))
+#define NJI_LOAD_16X16(p) _mm256_loadu_si256((const __m256i *)(p))
+#define NJI_GET_f16_avx2(p) ((nji_float_avx2)_mm256_cvtph_ps(NJI_LOAD_8X16(p)))
+#define NJI_GET_f16_avx512(p) ((nji_float_avx512)_mm512_cvtph_ps(NJI_LOAD_16X16(p)))
+#define NJI_GET_bf16_avx2(p)                                                                       \
+    ((nji_float_avx2)_mm256_slli_epi32(_mm256_cvtepu16_epi32(NJI_LOAD_8X16(p)), 16))
+#define NJI_GET_bf16_avx512(p)                                                                     \
+    ((nji_float_avx512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(NJI_LOAD_16X16(p)), 16))
+#define NJI_PUT_f16_avx2(p, value)                                                                 \
+    _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph((__m256)(value), _MM_FROUND_TO_NEAREST_INT))
+#define NJI_PUT_f16_avx512(p, value)                                                               \
+    _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph((__m512)(value), _MM_FROUND_TO_NEAREST_INT))
+#define NJI_PUT_bf16_avx2(p, value)                                                                \
+    do {                                                                                           \
+        nji_float_avx2 rounded = (value);                                                          \
+        nji_put_bf16_avx2(p, &rounded);                                                            \
+    } while (0)
+#define NJI_PUT_bf16_avx512(p, value)                                                              \
+    do {                                                                                           \
+        nji_float_avx512 rounded = (value);                                                        \
+        nji_put_bf16_avx512(p, &rounded);                                                          \
+    } while (0)
 
-NJI_TARGET_AVX2 static void nji_host_load_bf16(const void *from, void *to, int64_t count) {
-    const uint16_t *in = (const uint16_t *)from;
-    float *out = (float *)to;
-    int64_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(in + i)));
-        _mm256_storeu_ps(out + i, _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)));
-    }
-    for (; i < count; i++) out[i] = nji_f32_from_bf16(in[i]);
-}
-
-/* nji_bf16_from_f32 on eight lanes; the result in the low halves. */
-NJI_TARGET_AVX2 static NJI_ALWAYS_INLINE void nji_host_round_bf16(const float *in, __m256i *out) {
-    __m256 value = _mm256_loadu_ps(in);
+/* nji_bf16_from_f32 on every lane. (AVX512-BF16's own instruction takes subnormals for zero.) */
+NJI_TARGET_AVX2 static NJI_ALWAYS_INLINE void nji_put_bf16_avx2(nji_bf16 *to,
+                                                                const nji_float_avx2 *from) {
+    __m256 value = (__m256)*from;
     __m256i bits = _mm256_castps_si256(value), high = _mm256_srli_epi32(bits, 16);
     __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
     __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
     __m256i near = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
     __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
     __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    *out = _mm256_blendv_epi8(near, quiet, is_nan);
+    near = _mm256_blendv_epi8(near, quiet, is_nan);
+    near = _mm256_permute4x64_epi64(_mm256_packus_epi32(near, near), 0xd8); /* packs by 128 bits */
+    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(near));
 }
 
-NJI_TARGET_AVX2 static void nji_host_store_bf16(const void *from, void *to, int64_t count) {
-    const float *in = (const float *)from;
-    uint16_t *out = (uint16_t *)to;
-    int64_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-        __m256i a, b;
-        nji_host_round_bf16(in + i, &a);
-        nji_host_round_bf16(in + i + 8, &b);
-        a = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8); /* pack works by 128 bits */
-        _mm256_storeu_si256((__m256i *)(out + i), a);
+NJI_TARGET_AVX512 static NJI_ALWAYS_INLINE void nji_put_bf16_avx512(nji_bf16 *to,
+                                                                    const nji_float_avx512 *from) {
+    __m512 value = (__m512)*from;
+    __m512i bits = _mm512_castps_si512(value), high = _mm512_srli_epi32(bits, 16);
+    __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    __m512i near = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+    __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    near = _mm512_mask_or_epi32(near, is_nan, high, _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(near));
+}
+#endif
+
+/* The k-th vector of a tile of columns, in one row of the backward pass. */
+#define NJI_HOST_STEP(vec, k, lanes, GET, PUT)                                                     \
+    {                                                                                              \
+        vec t = GET(dy + (k) * (lanes)), h = (GET(x + (k) * (lanes)) - center) * rstd;             \
+        if (want_params) {                                                                         \
+            dgamma##k += t * h;                                                                    \
+            dbeta##k += t;                                                                         \
+        }                                                                                          \
+        if (want_dx) PUT(out + (k) * (lanes), ((t * gamma##k - mean_g) - h * mean_gx) * scale);    \
     }
-    for (; i < count; i++) out[i] = nji_bf16_from_f32(in[i]);
-}
 
+/* The rows of a panel over one tile of columns; `steps` names the tile's vectors. The sums over the
+   rows are kept in registers and added to memory once, which also keeps their error small. */
+#define NJI_HOST_BACKWARD_ROWS(stored, real, steps)                                                \
+    for (r = panel->begin; r < panel->end; r++) {                                                  \
+        const stored *x = (const stored *)panel->x[r] + c, *dy = (const stored *)panel->dy[r] + c; \
+        stored *out = want_dx ? (stored *)panel->out[r] + c : NULL;                                \
+        real center = row[r].center, rstd = row[r].rstd, scale = row[r].scale;                     \
+        real mean_g = row[r].mean_g, mean_gx = row[r].mean_gx;                                     \
+        steps                                                                                      \
+    }
+
+#define NJI_HOST_OPEN(vec, k, lanes)                                                               \
+    vec dgamma##k = {0}, dbeta##k = {0}, gamma##k = NJI_READ(vec, gamma + c + (k) * (lanes));
+
+#define NJI_HOST_CLOSE(vec, k, lanes)                                                              \
+    if (want_params) {                                                                             \
+        NJI_AT(vec, dgamma + c + (k) * (lanes)) += dgamma##k;                                      \
+        NJI_AT(vec, dbeta + c + (k) * (lanes)) += dbeta##k;                                        \
+    }
+
+/* C has no templates: this text is what adds up, for one type and one instruction set. */
+#define NJI_HOST_ADDS(isa, TARGET, real, lanes, pieces)                                            \
+    TARGET static NJI_ALWAYS_INLINE double nji_host_lanes_##real##_##isa(                          \
+        const nji_##real##_##isa *vector) {                                                        \
+        const nji_##real##_base *piece = (const nji_##real##_base *)vector;                        \
+        nji_##real##_base sum = NJI_PIECES_##pieces(piece);                                        \
+        return (double)NJI_LANES_##real(sum);                                                      \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static void nji_host_add_##real##_##isa(void *to, const void *from, int64_t cols) {     \
+        typedef nji_##real##_##isa vec;                                                            \
+        real *a = (real *)to;                                                                      \
+        const real *b = (const real *)from;                                                        \
+        int64_t c = 0;                                                                             \
+        for (; c + lanes <= cols; c += lanes) NJI_AT(vec, a + c) += NJI_READ(vec, b + c);          \
+        for (; c < cols; c++) a[c] += b[c];                                                        \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static void nji_host_add_wide_##real##_##isa(double *to, const void *from, int64_t cols) { \
+        const real *b = (const real *)from;                                                        \
+        int64_t c;                                                                                 \
+        for (c = 0; c + 4 <= cols; c += 4) {                                                       \
+            to[c] += (double)b[c];                                                                 \
+            to[c + 1] += (double)b[c + 1];                                                         \
+            to[c + 2] += (double)b[c + 2];                                                         \
+            to[c + 3] += (double)b[c + 3];                                                         \
+        }                                                                                          \
+        for (; c < cols; c++) to[c] += (double)b[c];                                               \
+    }
+
+/* And this is the arithmetic, for rows of one element type. Columns go by four vectors or two, then by
+   one, then one by one: where a column falls depends on its place alone. */
+#define NJI_HOST_MATH(isa, TARGET, elem, real, lanes)                                              \
+    TARGET static void nji_host_sum_##elem##_##isa(nji_host_panel *panel, int64_t cols) {          \
+        typedef nji_##real##_##isa vec;                                                            \
+        int r;                                                                                     \
+        for (r = panel->begin; r < panel->end; r++) {                                              \
+            const nji_##elem *x = (const nji_##elem *)panel->x[r];                                 \
+            vec a = {0}, b = {0}, d = {0}, e = {0};                                                \
+            real rest = 0;                                                                         \
+            int64_t c = 0;                                                                         \
+            for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                        \
+                a += NJI_GET_##elem##_##isa(x + c);                                                \
+                b += NJI_GET_##elem##_##isa(x + c + lanes);                                        \
+                d += NJI_GET_##elem##_##isa(x + c + 2 * lanes);                                    \
+                e += NJI_GET_##elem##_##isa(x + c + 3 * lanes);                                    \
+            }                                                                                      \
+            for (; c + lanes <= cols; c += lanes) a += NJI_GET_##elem##_##isa(x + c);              \
+            for (; c < cols; c++) rest += NJI_GET1_##elem(x + c);                                  \
+            a = (a + b) + (d + e);                                                                 \
+            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                     \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static void nji_host_moments_##elem##_##isa(nji_host_panel *panel, int64_t cols) {      \
+        typedef nji_##real##_##isa vec;                                                            \
+        int r;                                                                                     \
+        for (r = panel->begin; r < panel->end; r++) {                                              \
+            const nji_##elem *x = (const nji_##elem *)panel->x[r];                                 \
+            real center = (real)panel->center[r], rest = 0, rest2 = 0;                             \
+            vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                              \
+            int64_t c = 0;                                                                         \
+            for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                        \
+                vec d = NJI_GET_##elem##_##isa(x + c) - center, e = NJI_GET_##elem##_##isa(x + c + lanes) - center; \
+                a += d;                                                                            \
+                a2 += d * d;                                                                       \
+                b += e;                                                                            \
+                b2 += e * e;                                                                       \
+            }                                                                                      \
+            for (; c + lanes <= cols; c += lanes) {                                                \
+                vec d = NJI_GET_##elem##_##isa(x + c) - center;                                    \
+                a += d;                                                                            \
+                a2 += d * d;                                                                       \
+            }                                                                                      \
+            for (; c < cols; c++) {                                                                \
+                real d = NJI_GET1_##elem(x + c) - center;                                          \
+                rest += d;                                                                         \
+                rest2 += d * d;                                                                    \
+            }                                                                                      \
+            a += b;                                                                                \
+            a2 += b2;                                                                              \
+            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                     \
+            panel->square[r] += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static void nji_host_forward_##elem##_##isa(const nji_host_panel *panel, int64_t cols) { \
+        typedef nji_##real##_##isa vec;                                                            \
+        const real *gamma = (const real *)panel->gamma, *beta = (const real *)panel->beta;         \
+        int r;                                                                                     \
+        for (r = panel->begin; r < panel->end; r++) {                                              \
+            const nji_##elem *x = (const nji_##elem *)panel->x[r];                                 \
+            nji_##elem *y = (nji_##elem *)panel->out[r];                                           \
+            real center = (real)panel->center[r], shift = (real)panel->shift[r];                   \
+            real rstd = (real)panel->rstd[r];                                                      \
+            int64_t c = 0;                                                                         \
+            for (; c + lanes <= cols; c += lanes) {                                                \
+                vec h = (NJI_GET_##elem##_##isa(x + c) - center) * rstd + shift;                   \
+                NJI_PREFETCH((const char *)(x + c) + panel->ahead);                                \
+                NJI_PUT_##elem##_##isa(y + c, h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c)); \
+            }                                                                                      \
+            for (; c < cols; c++)                                                                  \
+                NJI_PUT1_##elem(y + c, ((NJI_GET1_##elem(x + c) - center) * rstd + shift) * gamma[c] + beta[c]); \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static void nji_host_backward_sums_##elem##_##isa(nji_host_panel *panel, int64_t cols) { \
+        typedef nji_##real##_##isa vec;                                                            \
+        const real *gamma = (const real *)panel->gamma;                                            \
+        int r;                                                                                     \
+        for (r = panel->begin; r < panel->end; r++) {                                              \
+            const nji_##elem *x = (const nji_##elem *)panel->x[r], *dy = (const nji_##elem *)panel->dy[r]; \
+            real center = (real)panel->center[r], rstd = (real)panel->rstd[r], rest = 0, rest2 = 0; \
+            vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                              \
+            int64_t c = 0;                                                                         \
+            for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                        \
+                vec g = NJI_GET_##elem##_##isa(dy + c) * NJI_READ(vec, gamma + c);                 \
+                vec f = NJI_GET_##elem##_##isa(dy + c + lanes) * NJI_READ(vec, gamma + c + lanes); \
+                a += g;                                                                            \
+                a2 += g * ((NJI_GET_##elem##_##isa(x + c) - center) * rstd);                       \
+                b += f;                                                                            \
+                b2 += f * ((NJI_GET_##elem##_##isa(x + c + lanes) - center) * rstd);               \
+            }                                                                                      \
+            for (; c + lanes <= cols; c += lanes) {                                                \
+                vec g = NJI_GET_##elem##_##isa(dy + c) * NJI_READ(vec, gamma + c);                 \
+                a += g;                                                                            \
+                a2 += g * ((NJI_GET_##elem##_##isa(x + c) - center) * rstd);                       \
+            }                                                                                      \
+            for (; c < cols; c++) {                                                                \
+                real g = NJI_GET1_##elem(dy + c) * gamma[c];                                       \
+                rest += g;                                                                         \
+                rest2 += g * ((NJI_GET1_##elem(x + c) - center) * rstd);                           \
+            }                                                                                      \
+            a += b;                                                                                \
+            a2 += b2;                                                                              \
+            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                     \
+            panel->square[r] += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static NJI_ALWAYS_INLINE void nji_host_backward_##elem##_##isa(                         \
+        const nji_host_panel *panel, int64_t cols, int want_dx, int want_params) {                 \
+        typedef nji_##real##_##isa vec;                                                            \
+        const real *gamma = (const real *)panel->gamma;                                            \
+        real *dgamma = (real *)panel->dgamma, *dbeta = (real *)panel->dbeta;                       \
+        struct {                                                                                   \
+            real center, rstd, scale, mean_g, mean_gx;                                             \
+        } row[NJI_HOST_ROWS];                                                                      \
+        int64_t c = 0;                                                                             \
+        int r;                                                                                     \
+        for (r = panel->begin; r < panel->end; r++) {                                              \
+            row[r].center = (real)panel->center[r];                                                \
+            row[r].rstd = (real)panel->rstd[r];                                                    \
+            row[r].scale = (real)panel->scale[r];                                                  \
+            row[r].mean_g = (real)panel->mean_g[r];                                                \
+            row[r].mean_gx = (real)panel->mean_gx[r];                                              \
+        }                                                                                          \
+        for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                            \
+            NJI_HOST_OPEN(vec, 0, lanes)                                                           \
+            NJI_HOST_OPEN(vec, 1, lanes)                                                           \
+            NJI_HOST_OPEN(vec, 2, lanes)                                                           \
+            NJI_HOST_OPEN(vec, 3, lanes)                                                           \
+            NJI_HOST_BACKWARD_ROWS(                                                                \
+                nji_##elem, real, NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa) NJI_HOST_STEP(vec, 1, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa) \
+                          NJI_HOST_STEP(vec, 2, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa) NJI_HOST_STEP(vec, 3, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)) \
+            NJI_HOST_CLOSE(vec, 0, lanes)                                                          \
+            NJI_HOST_CLOSE(vec, 1, lanes)                                                          \
+            NJI_HOST_CLOSE(vec, 2, lanes)                                                          \
+            NJI_HOST_CLOSE(vec, 3, lanes)                                                          \
+        }                                                                                          \
+        for (; c + lanes <= cols; c += lanes) {                                                    \
+            NJI_HOST_OPEN(vec, 0, lanes)                                                           \
+            NJI_HOST_BACKWARD_ROWS(nji_##elem, real, NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)) \
+            NJI_HOST_CLOSE(vec, 0, lanes)                                                          \
+        }                                                                                          \
+        for (; c < cols; c++) {                                                                    \
+            NJI_HOST_OPEN(real, 0, 1)                                                              \
+            NJI_HOST_BACKWARD_ROWS(nji_##elem, real, NJI_HOST_STEP(real, 0, 1, NJI_GET1_##elem, NJI_PUT1_##elem)) \
+            NJI_HOST_CLOSE(real, 0, 1)                                                             \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static void nji_host_dx_##elem##_##isa(const nji_host_panel *panel, int64_t cols) {     \
+        nji_host_backward_##elem##_##isa(panel, cols, 1, 0);                                       \
+    }                                                                                              \
+    TARGET static void nji_host_params_##elem##_##isa(const nji_host_panel *panel, int64_t cols) { \
+        nji_host_backward_##elem##_##isa(panel, cols, 0, 1);                                       \
+    }                                                                                              \
+    TARGET static void nji_host_dx_params_##elem##_##isa(const nji_host_panel *panel, int64_t cols) { \
+        nji_host_backward_##elem##_##isa(panel, cols, 1, 1);                                       \
+    }                                                                                              \
+
+#define NJI_HOST_MATH_TABLE(isa, elem)                                                             \
+    {                                                                                              \
+        nji_host_sum_##elem##_##isa, nji_host_moments_##elem##_##isa, nji_host_forward_##elem##_##isa, \
+            nji_host_backward_sums_##elem##_##isa, nji_host_dx_##elem##_##isa,                     \
+            nji_host_params_##elem##_##isa, nji_host_dx_params_##elem##_##isa                      \
+    }
+
+/* Packed rows of 16-bit elements from and to float. */
+#define NJI_HOST_ROWS_OF(isa, TARGET, elem, lanes)                                                 \
+    TARGET static void nji_host_load_##elem##_##isa(const void *from, void *to, int64_t count) {   \
+        const nji_##elem *in = (const nji_##elem *)from;                                           \
+        float *out = (float *)to;                                                                  \
+        int64_t i = 0;                                                                             \
+        for (; i + lanes <= count; i += lanes)                                                     \
+            NJI_AT(nji_float_##isa, out + i) = NJI_GET_##elem##_##isa(in + i);                     \
+        for (; i < count; i++) out[i] = NJI_GET1_##elem(in + i);                                   \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static void nji_host_store_##elem##_##isa(const void *from, void *to, int64_t count) {  \
+        const float *in = (const float *)from;                                                     \
+        nji_##elem *out = (nji_##elem *)to;                                                        \
+        int64_t i = 0;                                                                             \
+        for (; i + lanes <= count; i += lanes)                                                     \
+            NJI_PUT_##elem##_##isa(out + i, NJI_READ(nji_float_##isa, in + i));                    \
+        for (; i < count; i++) NJI_PUT1_##elem(out + i, in[i]);                                    \
+    }
+
+/* ---- instruction sets ----------------------------------------------------------------------- */
+
+typedef void (*nji_host_row_copy)(const void *from, void *to, int64_t count);
+
+/* Tables by nj_dtype, and by the arithmetic: float, double. */
+typedef struct nji_host_isa {
+    const char *name;
+    int vector_bytes;
+    nji_host_math math[NJ_F64 + 1];                       /* all NULL: convert to float first */
+    void (*add[2])(void *to, const void *from, int64_t cols);          /* to += from */
+    void (*add_wide[2])(double *to, const void *from, int64_t cols);   /* the same into double */
+    nji_host_row_copy load[NJ_F64 + 1], store[NJ_F64 + 1]; /* packed, from and to float; may be NULL */
+    nji_host_row_copy stream;                              /* bytes, past the caches; may be NULL */
+} nji_host_isa;
+
+#define NJI_HOST_NO_MATH                                                                           \
+    { NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+NJI_HOST_ADDS(base, NJI_TARGET_BASE, float, NJI_BASE_LANES_float, 1)
+NJI_HOST_ADDS(base, NJI_TARGET_BASE, double, NJI_BASE_LANES_double, 1)
+NJI_HOST_MATH(base, NJI_TARGET_BASE, f32, float, NJI_BASE_LANES_float)
+NJI_HOST_MATH(base, NJI_TARGET_BASE, f64, double, NJI_BASE_LANES_double)
+
+static const nji_host_isa nji_host_base = {
+    "baseline",
+    16,
+    {NJI_HOST_NO_MATH, NJI_HOST_NO_MATH, NJI_HOST_NO_MATH, NJI_HOST_MATH_TABLE(base, f32),
+     NJI_HOST_MATH_TABLE(base, f64)},
+    {nji_host_add_float_base, nji_host_add_double_base},
+    {nji_host_add_wide_float_base, nji_host_add_wide_double_base},
+    {NULL, NULL, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+    NULL};
+
+#if NJI_HOST_X86
 /* Whole cache lines go past the caches: they need not be read before they are written. */
 NJI_TARGET_AVX2 static void nji_host_stream(const void *from, void *to, int64_t count) {
     const char *in = (const char *)from;
@@ -1862,19 +1915,29 @@ NJI_TARGET_AVX2 static void nji_host_stream(const void *from, void *to, int64_t 
     memcpy(out + i, in + i, (size_t)(count - i));
 }
 
-static const nji_host_isa nji_host_avx2 = {
-    "AVX2", 32,
-    {NJI_HOST_MATH_TABLE(avx2, float), NJI_HOST_MATH_TABLE(avx2, double)},
-    {NULL, nji_host_load_f16, nji_host_load_bf16, NULL, NULL},
-    {NULL, nji_host_store_f16, nji_host_store_bf16, NULL, NULL},
-    nji_host_stream};
+#define NJI_HOST_ISA(isa, name, TARGET, lanes, wide_lanes, pieces)                                 \
+    NJI_HOST_ADDS(isa, TARGET, float, lanes, pieces)                                               \
+    NJI_HOST_ADDS(isa, TARGET, double, wide_lanes, pieces)                                         \
+    NJI_HOST_MATH(isa, TARGET, f16, float, lanes)                                                  \
+    NJI_HOST_MATH(isa, TARGET, bf16, float, lanes)                                                 \
+    NJI_HOST_MATH(isa, TARGET, f32, float, lanes)                                                  \
+    NJI_HOST_MATH(isa, TARGET, f64, double, wide_lanes)                                            \
+    NJI_HOST_ROWS_OF(isa, TARGET, f16, lanes)                                                      \
+    NJI_HOST_ROWS_OF(isa, TARGET, bf16, lanes)                                                     \
+                                                                                                   \
+    static const nji_host_isa nji_host_##isa = {                                                   \
+        name,                                                                                      \
+        (lanes) * 4,                                                                               \
+        {NJI_HOST_NO_MATH, NJI_HOST_MATH_TABLE(isa, f16), NJI_HOST_MATH_TABLE(isa, bf16),          \
+         NJI_HOST_MATH_TABLE(isa, f32), NJI_HOST_MATH_TABLE(isa, f64)},                            \
+        {nji_host_add_float_##isa, nji_host_add_double_##isa},                                     \
+        {nji_host_add_wide_float_##isa, nji_host_add_wide_double_##isa},                           \
+        {NULL, nji_host_load_f16_##isa, nji_host_load_bf16_##isa, NULL, NULL},                     \
+        {NULL, nji_host_store_f16_##isa, nji_host_store_bf16_##isa, NULL, NULL},                   \
+        nji_host_stream};
 
-static const nji_host_isa nji_host_avx512 = {
-    "AVX-512", 64,
-    {NJI_HOST_MATH_TABLE(avx512, float), NJI_HOST_MATH_TABLE(avx512, double)},
-    {NULL, nji_host_load_f16, nji_host_load_bf16, NULL, NULL},
-    {NULL, nji_host_store_f16, nji_host_store_bf16, NULL, NULL},
-    nji_host_stream};
+NJI_HOST_ISA(avx2, "AVX2", NJI_TARGET_AVX2, 8, 4, 2)
+NJI_HOST_ISA(avx512, "AVX-512", NJI_TARGET_AVX512, 16, 8, 4)
 #endif
 
 /* Every processor with AVX2 and FMA has F16C too. */
@@ -1906,7 +1969,7 @@ typedef struct nji_host_view {
     const nji_host_type *type;
     int dtype;
     int packed_cols; /* unit-stride columns */
-    int direct;      /* and of the type of the arithmetic: used in place */
+    int direct;      /* and of the panel's type (gamma, beta: of the arithmetic's): used in place */
     int along_rows;  /* neighbouring rows lie closer than neighbouring columns */
 } nji_host_view;
 
@@ -1918,6 +1981,8 @@ typedef struct nji_host_job {
     int stat_dtype;
     int wide;          /* arithmetic in double */
     int64_t real_size; /* bytes of float or double */
+    int panel_dtype;   /* of x, dy and out in a panel: their own, or that of the arithmetic */
+    int64_t panel_size;
     int64_t rows, cols;
     int64_t chunk; /* columns of a panel */
     int64_t pitch; /* elements between rows of a buffered panel */
@@ -1937,7 +2002,6 @@ typedef struct nji_host_work {
     NJI_CACHE_ALIGNED
     double x[NJI_HOST_BUFFER_BYTES / 8], other[NJI_HOST_BUFFER_BYTES / 8]; /* other: dy, then out */
     double gamma[NJI_HOST_CHUNK_BYTES / 8], beta[NJI_HOST_CHUNK_BYTES / 8];
-    double line[NJI_HOST_CHUNK_BYTES / 8];
 } nji_host_work;
 
 static const int64_t nji_host_count[NJI_HOST_ROWS] = {
@@ -2043,8 +2107,8 @@ static void nji_host_fetch(const nji_host_job *job, nji_host_work *work, const n
     nji_host_row_offsets(job->problem, view->row_stride, work->row + begin, end - begin, offset);
     if (!view->direct) nji_host_load(job, view, offset, end - begin, col, count, buffer);
     for (r = begin; r < end; r++)
-        row[r] = view->direct ? view->data + (offset[r - begin] + col) * job->real_size
-                              : (char *)buffer + (r - begin) * job->pitch * job->real_size;
+        row[r] = view->direct ? view->data + (offset[r - begin] + col) * job->panel_size
+                              : (char *)buffer + (r - begin) * job->pitch * job->panel_size;
 }
 
 /* A chunk of gamma or beta, in place or in `buffer`, which holds what stands in for an absent one. */
@@ -2079,13 +2143,17 @@ static void nji_host_begin_work(const nji_host_job *job, nji_host_work *work) {
     }
 }
 
-/* Bytes from a row of the panel to the same row of the next panel, when that is worth fetching early:
-   while this panel is in its last sweep memory would be idle otherwise. */
-static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_work *work,
-                              const nji_host_view *view) {
-    if (!view->direct || job->problem->row_dims != 1) return 0;
+/* Whether the panel holds whole rows: then they are fetched once. */
+static int nji_host_one_chunk(const nji_host_job *job) {
+    return job->cols <= job->chunk;
+}
+
+/* Bytes from a row of x in this panel to the same row of the next, when that is worth fetching early:
+   short rows leave memory idle in their last sweep, and their next panel is near. */
+static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_work *work) {
+    if (!job->x.direct || job->problem->row_dims != 1 || !nji_host_one_chunk(job)) return 0;
     if (work->row + 2 * job->group > job->rows) return 0;
-    return job->group * view->row_stride[0] * job->real_size;
+    return job->group * job->x.row_stride[0] * job->panel_size;
 }
 
 /* Points the panel's rows at the output, or at a buffer that nji_host_end_out will write from. */
@@ -2093,40 +2161,37 @@ static void nji_host_begin_out(const nji_host_job *job, nji_host_work *work, int
     int in_place = job->out.direct && !job->add_to_out && !job->stream_out, r;
     nji_host_row_offsets(job->problem, job->out.row_stride, work->row, work->rows, work->offset);
     for (r = 0; r < work->rows; r++)
-        work->panel.out[r] = in_place ? job->out.data + (work->offset[r] + col) * job->real_size
-                                      : (char *)work->other + r * job->pitch * job->real_size;
+        work->panel.out[r] = in_place ? job->out.data + (work->offset[r] + col) * job->panel_size
+                                      : (char *)work->other + r * job->pitch * job->panel_size;
 }
 
 static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64_t col, int64_t count) {
-    const nji_host_view *out = &job->out;
-    nji_host_row_copy narrow = job->isa->store[out->dtype];
     int r;
-    if (job->add_to_out) {
-        for (r = 0; r < work->rows; r++) {
-            nji_host_load(job, out, work->offset + r, 1, col, count, work->line);
-            job->math->add(work->panel.out[r], work->line, count);
-        }
-    }
-    if (!job->stream_out) {
-        if (!out->direct || job->add_to_out)
-            nji_host_store(job, out, work->offset, work->rows, col, count, work->other);
+    if (job->stream_out) {
+        for (r = 0; r < work->rows; r++)
+            job->isa->stream(work->panel.out[r],
+                             job->out.data + (work->offset[r] + col) * job->panel_size,
+                             count * job->panel_size);
         return;
     }
-    for (r = 0; r < work->rows; r++) {
-        const void *from = work->panel.out[r];
-        if (narrow) {
-            narrow(from, work->line, count);
-            from = work->line;
+    if (job->add_to_out) {
+        for (r = 0; r < work->rows; r++) { /* x of this chunk is done with: its buffer takes dx's row */
+            nji_host_load(job, &job->out, work->offset + r, 1, col, count, work->x);
+            job->isa->add[job->wide](work->panel.out[r], work->x, count);
         }
-        job->isa->stream(from, out->data + (work->offset[r] + col) * out->type->size,
-                         count * out->type->size);
     }
+    if (!job->out.direct || job->add_to_out)
+        nji_host_store(job, &job->out, work->offset, work->rows, col, count, work->other);
 }
 
 /* ---- one part of the rows ------------------------------------------------------------------- */
 
 static void nji_host_read_stats(const nji_host_job *job, nji_host_work *work, const nji_operand *stat,
                                 double *value) {
+    if (!stat->data) { /* dbeta alone: no statistic is given, none matters */
+        memset(value, 0, (size_t)work->rows * sizeof *value);
+        return;
+    }
     nji_host_row_offsets(job->problem, stat->stride, work->row, work->rows, work->offset);
     nji_host_types[job->stat_dtype].load[1](stat->data, work->offset, 0, value, nji_host_count, 0,
                                             work->rows, 1, 1);
@@ -2145,22 +2210,18 @@ static double nji_host_round(const nji_host_job *job, double value) {
     return job->wide ? value : (double)(float)value;
 }
 
-/* Whether the panel holds whole rows: then they are fetched once. */
-static int nji_host_one_chunk(const nji_host_job *job) {
-    return job->cols <= job->chunk;
-}
-
 /* Takes `step` over the panel, chunk by chunk. Row by row where memory is read in place: that keeps to
    few streams, which processors fetch ahead by themselves. `fetched`: by an earlier sweep. */
 static void nji_host_sweep(const nji_host_job *job, nji_host_work *work,
                            void (*step)(nji_host_panel *, int64_t), int want_dy, int fetched) {
     nji_host_panel *panel = &work->panel;
     int rows = nji_host_one_chunk(job) || !job->x.direct ? work->rows : 1;
-    int64_t col, count;
+    int in_place = job->x.direct && (!want_dy || (job->dy.direct && job->gamma.direct));
+    int64_t most = in_place ? NJI_HOST_SWEEP_COLS : job->chunk, col, count;
     for (panel->begin = 0; panel->begin < work->rows; panel->begin += rows) {
         panel->end = panel->begin + rows;
         for (col = 0; col < job->cols; col += count) {
-            count = nji_min_i64(job->chunk, job->cols - col);
+            count = nji_min_i64(most, job->cols - col);
             if (!fetched || !nji_host_one_chunk(job)) {
                 nji_host_fetch(job, work, &job->x, col, count, work->x, panel->x);
                 if (want_dy)
@@ -2205,7 +2266,7 @@ static void nji_host_forward_panel(const nji_host_job *job, nji_host_work *work)
     nji_host_panel *panel = &work->panel;
     int64_t col, count;
     nji_host_row_stats(job, work);
-    panel->x_ahead = nji_host_ahead(job, work, &job->x);
+    panel->ahead = nji_host_ahead(job, work);
     for (col = 0; col < job->cols; col += count) {
         count = nji_min_i64(job->chunk, job->cols - col);
         if (!nji_host_one_chunk(job))
@@ -2240,8 +2301,6 @@ static void nji_host_backward_panel(const nji_host_job *job, nji_host_work *work
     nji_host_read_stats(job, work, &job->problem->mean, panel->center);
     nji_host_read_stats(job, work, &job->problem->rstd, panel->rstd);
     if (want_dx) nji_host_row_means(job, work);
-    panel->x_ahead = nji_host_ahead(job, work, &job->x);
-    panel->dy_ahead = nji_host_ahead(job, work, &job->dy);
     for (col = 0; col < job->cols; col += count) {
         count = nji_min_i64(job->chunk, job->cols - col);
         if (!want_dx || !nji_host_one_chunk(job)) {
@@ -2281,7 +2340,7 @@ static void nji_host_backward_part(const nji_host_job *job, int64_t part) {
     int64_t row = part * job->part_rows, end = nji_min_i64(row + job->part_rows, job->rows);
     int64_t bytes = job->cols * job->real_size;
     char *dgamma = job->want_params ? job->partial + part * 2 * bytes : NULL;
-    if (job->want_params) memset(dgamma, 0, (size_t)(2 * bytes));
+    if (bytes > 0 && job->want_params) memset(dgamma, 0, (size_t)(2 * bytes));
     nji_host_begin_work(job, &work);
     for (; row < end; row += job->group) {
         work.row = row;
@@ -2303,7 +2362,7 @@ static void nji_host_finish_param(const nji_host_job *job, const nji_host_view *
     if (!view->data || (adds && job->parts == 0)) return;
     for (c = 0; c < count; c++) sum[c] = 0;
     for (part = 0; part < job->parts; part++)
-        job->math->add_wide(
+        job->isa->add_wide[job->wide](
             sum, job->partial + ((part * 2 + which) * job->cols + col) * job->real_size, count);
     for (done = 0; done < count; done += run) {
         char *base;
@@ -2369,23 +2428,42 @@ static nji_host_view nji_host_make_view(const nji_host_job *job, const nji_opera
     view.dtype = dtype;
     view.type = &nji_host_types[dtype];
     view.packed_cols = col_dims == 0 || (col_dims == 1 && view.col_stride[0] == 1);
-    view.direct = view.data && view.packed_cols && dtype == (job->wide ? NJ_F64 : NJ_F32);
+    view.direct = 0; /* see nji_host_choose_panel */
     view.along_rows = view.data && row_dims && col_dims &&
                       nji_host_distance(view.row_stride[row_dims - 1]) <
                           nji_host_distance(view.col_stride[col_dims - 1]);
     return view;
 }
 
+/* Chooses the type of a panel's elements: their own when all lie in packed columns and there is
+   arithmetic that takes it, else that of the arithmetic, into which they are copied. */
+static void nji_host_choose_panel(nji_host_job *job) {
+    int real = job->wide ? NJ_F64 : NJ_F32, own = job->x.dtype;
+    int is_packed = job->x.packed_cols && (!job->dy.data || job->dy.packed_cols) &&
+                    (!job->out.data || job->out.packed_cols);
+    if (!job->isa->math[own].sum || !is_packed || job->add_to_out) own = real;
+    job->panel_dtype = own;
+    job->panel_size = nji_host_types[own].size;
+    job->math = &job->isa->math[own];
+    job->x.direct = job->x.packed_cols && job->x.dtype == own;
+    job->dy.direct = job->dy.packed_cols && job->dy.dtype == own;
+    job->out.direct = job->out.packed_cols && job->out.dtype == own;
+    job->gamma.direct = job->gamma.data && job->gamma.packed_cols && job->gamma.dtype == real;
+    job->beta.direct = job->beta.data && job->beta.packed_cols && job->beta.dtype == real;
+}
+
 /* Chooses the shape of panels and parts. */
 static void nji_host_shape_job(nji_host_job *job) {
-    int64_t width, in_cache;
+    int64_t width, panel, in_cache;
     int along_rows = job->x.along_rows || job->dy.along_rows || job->out.along_rows;
     /* where rows lie together, panels are tall: then memory is walked by whole cache lines */
     job->chunk = NJI_HOST_CHUNK_BYTES / job->real_size / (along_rows ? 8 : 1);
     width = nji_min_i64(job->chunk, job->cols > 0 ? job->cols : 1);
-    job->pitch = width + NJI_HOST_PAD_BYTES / job->real_size;
-    job->group = nji_min_i64(NJI_HOST_PANEL_BYTES / job->real_size / width, NJI_HOST_ROWS);
-    in_cache = NJI_HOST_GROUP_BYTES / job->real_size / (job->cols > 0 ? job->cols : 1);
+    job->pitch = width + NJI_HOST_PAD_BYTES / job->panel_size;
+    panel = !along_rows && width * job->panel_size <= NJI_HOST_SHORT_ROW ? NJI_HOST_SHORT_PANEL
+                                                                         : NJI_HOST_PANEL_BYTES;
+    job->group = nji_min_i64(panel / job->panel_size / width, NJI_HOST_ROWS);
+    in_cache = NJI_HOST_GROUP_BYTES / job->panel_size / (job->cols > 0 ? job->cols : 1);
     if (!along_rows && job->group > in_cache) job->group = in_cache > 0 ? in_cache : 1;
     if (job->want_params) {
         nji_host_split(job->rows, job->cols, job->real_size, &job->part_rows, &job->parts);
@@ -2393,8 +2471,8 @@ static void nji_host_shape_job(nji_host_job *job) {
         job->part_rows = (NJI_HOST_PARALLEL_FROM / width / job->group + 1) * job->group;
         job->parts = job->rows / job->part_rows + (job->rows % job->part_rows != 0);
     }
-    job->stream_out = job->isa->stream && job->out.data && job->out.packed_cols &&
-                      job->rows * job->cols * job->x.type->size >= NJI_HOST_STREAM_FROM;
+    job->stream_out = job->isa->stream && job->out.data && job->out.direct && !job->add_to_out &&
+                      job->rows * job->cols * job->panel_size >= NJI_HOST_STREAM_FROM;
     if (job->out.data == job->x.data || job->out.data == job->dy.data) job->stream_out = 0;
 }
 
@@ -2420,7 +2498,6 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
     job.problem = problem;
     job.isa = nji_host_pick_isa();
     job.wide = desc->dtype == NJ_F64;
-    job.math = &job.isa->math[job.wide];
     job.real_size = nji_host_real_size(desc);
     job.rows = problem->rows;
     job.cols = problem->cols;
@@ -2428,7 +2505,8 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
     job.partial = (char *)workspace;
     job.want_params = (grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)) != 0;
     job.add_to_out = (grads & problem->accumulate & NJ_GRAD_DX) != 0;
-    job.x = nji_host_make_view(&job, &problem->x, (int)desc->dtype, 1);
+    /* dbeta alone comes without x: dy stands in for it, and what is made of it goes nowhere */
+    job.x = nji_host_make_view(&job, problem->x.data ? &problem->x : &problem->dy, (int)desc->dtype, 1);
     job.dy = nji_host_make_view(&job, &problem->dy, (int)desc->dtype, !is_forward);
     job.gamma = nji_host_make_view(&job, &problem->gamma, (int)desc->param_dtype, 1);
     job.beta = nji_host_make_view(&job, &problem->beta, (int)desc->param_dtype, is_forward);
@@ -2439,6 +2517,7 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
     job.out = is_forward ? nji_host_make_view(&job, &problem->y, (int)desc->dtype, 1)
                          : nji_host_make_view(&job, &problem->dx, (int)desc->dtype,
                                               (grads & NJ_GRAD_DX) != 0);
+    nji_host_choose_panel(&job);
     nji_host_shape_job(&job);
     nji_host_for_each(is_forward ? nji_host_forward_part : nji_host_backward_part, &job, job.parts);
     if (job.want_params)
@@ -2869,6 +2948,13 @@ static nj_status nji_driver_open(nji_driver *driver, const char *path, const cha
 #define NJI_NVRTC_LEAST_MAJOR 11
 #define NJI_NVRTC_LEAST_MINOR 2
 
+/* The file that NVRTC opens when it compiles; its version in it. */
+#ifdef _WIN32
+#define NJI_NVRTC_BUILTINS "nvrtc-builtins64_%d%d.dll"
+#else
+#define NJI_NVRTC_BUILTINS "libnvrtc-builtins.so.%d.%d"
+#endif
+
 #define NJI_NVRTC_SYMBOL(name)                                                                     \
     { #name, offsetof(nji_nvrtc, name), 0 }
 static const nji_symbol nji_nvrtc_symbols[] = {
@@ -3010,6 +3096,7 @@ typedef struct nji_jit {
     char *cache_dir;          /* NULL: off */
     uint64_t cache_max_bytes; /* never 0 */
     nji_log log;
+    int ptx_noted;        /* the log knows that NVRTC is older than the device */
     nj_cache_stats stats; /* guarded by the caller's lock, which nji_jit_image needs */
 } nji_jit;
 
@@ -3408,6 +3495,7 @@ typedef struct nji_jit_target {
     char option[48];  /* --gpu-architecture=sm_90 */
     const char *name; /* sm_90, within option */
     int is_ptx;
+    int knows_minimal; /* NVRTC has --minimal */
 } nji_jit_target;
 
 /* A cubin for arch when this NVRTC knows it, else PTX for the newest virtual architecture below. */
@@ -3420,7 +3508,7 @@ static nj_status nji_jit_target_choose(const nji_jit *jit, const nji_jit_request
     if (nvrtc->nvrtcGetNumSupportedArchs(&count) != NJI_NVRTC_SUCCESS || count < 1) count = 0;
     archs = (int *)NJ_MALLOC(((size_t)count + 1) * sizeof *archs);
     if (!archs) return nji_out_of_memory(call, ((size_t)count + 1) * sizeof *archs);
-    if (nvrtc->nvrtcGetSupportedArchs(archs) != NJI_NVRTC_SUCCESS) count = 0;
+    if (count > 0 && nvrtc->nvrtcGetSupportedArchs(archs) != NJI_NVRTC_SUCCESS) count = 0;
     for (i = 0; i < count; i++) {
         if (archs[i] <= request->arch && archs[i] > best) best = archs[i];
     }
@@ -3434,12 +3522,7 @@ static nj_status nji_jit_target_choose(const nji_jit *jit, const nji_jit_request
     snprintf(out->option, sizeof out->option, "%s%s_%d%s", prefix, out->is_ptx ? "compute" : "sm",
              best, !out->is_ptx && request->arch_specific && best >= 90 ? "a" : "");
     out->name = out->option + sizeof prefix - 1;
-    if (out->is_ptx) {
-        nji_note(&jit->log, NJ_LOG_WARNING,
-                 "NVRTC %d.%d does not know sm_%d: it compiles to PTX for %s, which the driver "
-                 "assembles",
-                 nvrtc->major, nvrtc->minor, request->arch, out->name);
-    }
+    out->knows_minimal = nvrtc->major > 12 || (nvrtc->major == 12 && nvrtc->minor >= 4);
     return NJ_OK;
 }
 
@@ -3471,15 +3554,9 @@ static nj_status nji_jit_compile_fail(const nji_jit *jit, const nji_jit_request 
         if (length > 0) used += (size_t)length;
     }
     if (result == NJI_NVRTC_BUILTINS_FAILED) {
-#ifdef _WIN32
-        const char *file = "nvrtc-builtins64_%d%d.dll";
-#else
-        const char *file = "libnvrtc-builtins.so.%d.%d";
-#endif
-        char name[64];
-        snprintf(name, sizeof name, file, nvrtc->major, nvrtc->minor);
-        snprintf(builtins, sizeof builtins, "; NVRTC was loaded as %s and needs %s beside it",
-                 nvrtc->path, name);
+        snprintf(builtins, sizeof builtins,
+                 "; NVRTC was loaded as %s and needs " NJI_NVRTC_BUILTINS " beside it", nvrtc->path,
+                 nvrtc->major, nvrtc->minor);
     }
     nji_fail(result == NJI_NVRTC_OUT_OF_MEMORY ? NJ_OUT_OF_MEMORY : NJ_COMPILE_FAILED,
              "%s: NVRTC %d.%d could not compile %s for %s with %s: %s%s%s%s", call, nvrtc->major,
@@ -3497,9 +3574,8 @@ static const char *const nji_jit_common_options[] = {"--std=c++14",
 #define NJI_JIT_COMMON (int)(sizeof nji_jit_common_options / sizeof nji_jit_common_options[0])
 
 /* The target, the common options, the request's. NJ_FREE it. */
-static nj_status nji_jit_options_make(const nji_jit *jit, const nji_jit_request *request,
-                                      const nji_jit_target *target, const char ***out, int *count,
-                                      const char *call) {
+static nj_status nji_jit_options_make(const nji_jit_request *request, const nji_jit_target *target,
+                                      const char ***out, int *count, const char *call) {
     size_t bytes = (size_t)(2 + NJI_JIT_COMMON + request->option_count) * sizeof **out;
     int used = 0, i;
     const char **options = (const char **)NJ_MALLOC(bytes);
@@ -3508,10 +3584,8 @@ static nj_status nji_jit_options_make(const nji_jit *jit, const nji_jit_request 
     options[used++] = target->option;
     for (i = 0; i < NJI_JIT_COMMON; i++)
         options[used++] = nji_jit_common_options[i];
-    /* since 12.4: leaves out declarations that no kernel of ours uses, and halves the time */
-    if (jit->nvrtc.major > 12 || (jit->nvrtc.major == 12 && jit->nvrtc.minor >= 4)) {
-        options[used++] = "--minimal";
-    }
+    /* leaves out declarations that no kernel of ours uses, and halves the time */
+    if (target->knows_minimal) options[used++] = "--minimal";
     for (i = 0; i < request->option_count; i++)
         options[used++] = request->options[i];
     *count = used;
@@ -3530,20 +3604,33 @@ static nj_status nji_jit_image_take(const nji_nvrtc *nvrtc, nji_nvrtc_program pr
     return NJ_OK;
 }
 
+/* Once is enough: it will be so for every kernel. */
+static void nji_jit_note_ptx(nji_jit *jit, const nji_jit_request *request,
+                             const nji_jit_target *target) {
+    if (jit->ptx_noted) return;
+    jit->ptx_noted = 1;
+    nji_note(
+        &jit->log, NJ_LOG_WARNING,
+        "NVRTC %d.%d does not know sm_%d: it compiles to PTX for %s, which the driver assembles",
+        jit->nvrtc.major, jit->nvrtc.minor, request->arch, target->name);
+}
+
+/* Warnings of the compiler are told to nobody: a user could not act on them. */
 static nj_status nji_jit_compile(nji_jit *jit, const nji_jit_request *request, nji_image *out,
                                  const char *call) {
     const nji_nvrtc *nvrtc = &jit->nvrtc;
     nji_nvrtc_program program = NULL;
     nji_jit_target target;
     const char **options = NULL;
-    char *source = NULL, *log = NULL;
+    char *source = NULL;
     size_t size;
     int result, option_count = 0;
     nj_status status = nji_jit_target_choose(jit, request, &target, call);
     if (status != NJ_OK) return status;
+    if (target.is_ptx) nji_jit_note_ptx(jit, request, &target);
     status = nji_jit_join(request->lines, &source, &size, call);
     if (status != NJ_OK) goto done;
-    status = nji_jit_options_make(jit, request, &target, &options, &option_count, call);
+    status = nji_jit_options_make(request, &target, &options, &option_count, call);
     if (status != NJ_OK) goto done;
     result = nvrtc->nvrtcCreateProgram(&program, source, request->name, 0, NULL, NULL);
     if (result == NJI_NVRTC_SUCCESS) {
@@ -3558,11 +3645,8 @@ static nj_status nji_jit_compile(nji_jit *jit, const nji_jit_request *request, n
         goto done;
     }
     jit->stats.compiles++;
-    log = nji_jit_log_text(nvrtc, program);
-    if (log) nji_note(&jit->log, NJ_LOG_WARNING, "%s for %s: %s", request->name, target.name, log);
 done:
     if (status != NJ_OK) nji_image_free(out);
-    NJ_FREE(log);
     if (program) nvrtc->nvrtcDestroyProgram(&program);
     NJ_FREE((void *)options);
     NJ_FREE(source);
@@ -3646,7 +3730,7 @@ static nj_status nji_jit_open(nji_jit *jit, const nj_ctx_desc *desc, const char 
 }
 
 /* ==== kernels =================================================================================== */
-#define NJI_PROGRAM_ROWS_HASH 0x146733d128b23219ull
+#define NJI_PROGRAM_ROWS_HASH 0xe7d5bdf77cbfd509ull
 static const char *const nji_program_rows[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -3696,7 +3780,7 @@ static const char *const nji_program_rows[] = {
     "typedef double type;\n",
     "};\n",
     "typedef nji_math<NJI_X>::type nji_real;\n",
-    "#define NJI_INLINE static __device__ __forceinline__\n",
+    "#define NJI_INLINE static __device__ __forceinline__ __attribute__((unused))\n",
     "#if __CUDACC_VER_MAJOR__ >= 12\n",
     "#define NJI_PARAMETER const __grid_constant__ nji_problem\n",
     "#else\n",
@@ -4349,7 +4433,7 @@ static const char *const nji_program_rows[] = {
     "#endif\n",
     "#endif\n",
     NULL};
-#define NJI_PROGRAM_STRIDED_HASH 0xe2606429e446706dull
+#define NJI_PROGRAM_STRIDED_HASH 0x731e9f43355718ddull
 static const char *const nji_program_strided[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -4399,7 +4483,7 @@ static const char *const nji_program_strided[] = {
     "typedef double type;\n",
     "};\n",
     "typedef nji_math<NJI_X>::type nji_real;\n",
-    "#define NJI_INLINE static __device__ __forceinline__\n",
+    "#define NJI_INLINE static __device__ __forceinline__ __attribute__((unused))\n",
     "#if __CUDACC_VER_MAJOR__ >= 12\n",
     "#define NJI_PARAMETER const __grid_constant__ nji_problem\n",
     "#else\n",
@@ -4784,7 +4868,7 @@ static const char *const nji_program_strided[] = {
     "#endif\n",
     NULL};
 static const char *const nji_fallback_bf16[] = {
-    "// NVRTC 13.0, source e2606429e446706d\n",
+    "// NVRTC 13.0, source 731e9f43355718dd\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -8540,7 +8624,7 @@ static const char *const nji_fallback_bf16[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f16[] = {
-    "// NVRTC 13.0, source e2606429e446706d\n",
+    "// NVRTC 13.0, source 731e9f43355718dd\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -11858,7 +11942,7 @@ static const char *const nji_fallback_f16[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f32[] = {
-    "// NVRTC 13.0, source e2606429e446706d\n",
+    "// NVRTC 13.0, source 731e9f43355718dd\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -15500,7 +15584,7 @@ static const char *const nji_fallback_f32[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f64[] = {
-    "// NVRTC 13.0, source e2606429e446706d\n",
+    "// NVRTC 13.0, source 731e9f43355718dd\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",

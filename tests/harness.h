@@ -5,12 +5,12 @@
        open_problem      all operands packed, each in a buffer of its own
        ...               views are changed: strides, offsets, buffers shared
        fill_problem      the image is made: poison, then inputs from a small generator
-       check_forward     outputs poisoned, run, outputs compared, every other byte compared with before
-       set_statistics    mean and rstd of the oracle, rounded to their type
-       check_backward    judged with the statistics that lie in the image, bit for bit
+       check_forward     outputs poisoned, run, outputs compared, every other byte compared with
+   before set_statistics    mean and rstd of the oracle, rounded to their type check_backward judged
+   with the statistics that lie in the image, bit for bit
 
-   The image is what goes to a GPU and back, whole, so the cases do not know where they run. Poison is
-   all ones: a NaN of every type, so arithmetic on padding or on an output's old content shows.
+   The image is what goes to a GPU and back, whole, so the cases do not know where they run. Poison
+   is all ones: a NaN of every type, so arithmetic on padding or on an output's old content shows.
 
    A failed check ends the test by longjmp; what it held then is left to the process's end. */
 #ifndef TESTS_HARNESS_H
@@ -141,9 +141,10 @@ static inline double load(nj_dtype type, const void *from) {
 
 /* ---- a generator of inputs ------------------------------------------------------------------ */
 
-/* Equal in [-1, 1); a function of its arguments alone, so that a row can be made again elsewhere. */
+/* Spread evenly over [-1, 1); a function of its arguments alone: a row can be made again. */
 static inline double uniform(uint64_t seed, uint64_t stream, uint64_t index) {
-    uint64_t z = seed * 0x9E3779B97F4A7C15u + stream * 0xBF58476D1CE4E5B9u + index * 0x94D049BB133111EBu;
+    uint64_t z =
+        seed * 0x9E3779B97F4A7C15u + stream * 0xBF58476D1CE4E5B9u + index * 0x94D049BB133111EBu;
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
     z = (z ^ z >> 27) * 0x94D049BB133111EBu;
     z ^= z >> 31;
@@ -229,7 +230,8 @@ static inline void need_host(void) {
 static inline int run_on_every_backend(const struct CMUnitTest *tests, size_t count) {
     return _cmocka_run_group_tests("host", tests, count, open_host, close_backend) +
            _cmocka_run_group_tests("cuda", tests, count, open_cuda, close_backend) +
-           _cmocka_run_group_tests("cuda, embedded PTX", tests, count, open_fallback, close_backend);
+           _cmocka_run_group_tests("cuda, embedded PTX", tests, count, open_fallback,
+                                   close_backend);
 }
 
 static inline void require_ok(nj_status status) {
@@ -280,12 +282,6 @@ typedef struct problem {
     size_t workspace_bytes, workspace_block_bytes;
 } problem;
 
-static inline int64_t extent_product(const operand *o) {
-    int64_t n = 1;
-    for (int axis = 0; axis < o->rank; axis++) n *= o->shape[axis];
-    return n;
-}
-
 static inline int is_normalized(const nj_desc *desc, int axis) {
     return (int)(desc->norm_axes >> axis & 1u);
 }
@@ -306,7 +302,7 @@ static inline nj_desc make_matrix(nj_dtype dtype, int64_t rows, int64_t cols) {
     return make_desc(dtype, 2, shape, 2u);
 }
 
-/* Strides and count of a buffer that holds the view and no more, the axes of order outermost first. */
+/* Strides and count of a buffer that holds the view and no more; order: axes, outermost first. */
 static inline void view_in_order(operand *o, const int *order) {
     o->offset = 0;
     o->count = 1;
@@ -334,7 +330,8 @@ static inline void open_problem(problem *p, const nj_desc *desc) {
         operand *o = &p->op[i];
         const nj_dtype param = desc->param_dtype ? desc->param_dtype : desc->dtype;
         const nj_dtype stat = desc->stat_dtype ? desc->stat_dtype : math_of(desc->dtype);
-        const int is_param = BIT(i) & PARAM_OPERANDS ? 1 : 0, is_stat = BIT(i) & STAT_OPERANDS ? 1 : 0;
+        const int is_param = BIT(i) & PARAM_OPERANDS ? 1 : 0,
+                  is_stat = BIT(i) & STAT_OPERANDS ? 1 : 0;
         o->dtype = is_param ? param : is_stat ? stat : desc->dtype;
         for (int axis = 0; axis < desc->rank; axis++) {
             if (is_param && !is_normalized(desc, axis)) continue;
@@ -360,8 +357,8 @@ static inline void place_over(problem *p, int output, int input) {
 }
 
 /* Offsets of all index tuples over the axes given, row-major. Free with free. */
-static inline int64_t *walk_axes(int rank, const int64_t *shape, const int64_t *stride, uint32_t axes,
-                                 int64_t count) {
+static inline int64_t *walk_axes(int rank, const int64_t *shape, const int64_t *stride,
+                                 uint32_t axes, int64_t count) {
     int64_t *at = (int64_t *)calloc((size_t)count + 1, sizeof *at);
     for (int64_t i = 0; i < count; i++) {
         int64_t rest = i;
@@ -398,7 +395,8 @@ static inline int64_t cols_of(const problem *p, int i) {
 static inline unsigned char *element(const problem *p, unsigned char *image, int i, int64_t row,
                                      int64_t col) {
     const operand *o = &p->op[i];
-    const int64_t at = o->offset + (o->row_at ? o->row_at[row] : 0) + (o->col_at ? o->col_at[col] : 0);
+    const int64_t at =
+        o->offset + (o->row_at ? o->row_at[row] : 0) + (o->col_at ? o->col_at[col] : 0);
     return image + o->base + at * format_of(o->dtype)->size;
 }
 
@@ -432,9 +430,8 @@ static inline void make_image(problem *p) {
 /* A value for each operand and place: rows of x differ in mean and spread, dy has a mean, gamma
    changes its sign, so that no term of the formulas is hidden by symmetry. */
 static inline double made_value(const problem *p, int i, uint64_t seed, int64_t row, int64_t col) {
-    const double noise =
-        uniform(seed, (uint64_t)i + 16u * (uint64_t)row, (uint64_t)col) +
-        uniform(seed + 1, (uint64_t)i + 16u * (uint64_t)row, (uint64_t)col);
+    const double noise = uniform(seed, (uint64_t)i + 16u * (uint64_t)row, (uint64_t)col) +
+                         uniform(seed + 1, (uint64_t)i + 16u * (uint64_t)row, (uint64_t)col);
     switch (i) {
     case X: return p->x_shift + p->x_scale * (noise * (1 + row % 3) + 0.25 * (double)(row % 5));
     case DY: return noise + 0.375;
@@ -468,8 +465,8 @@ static inline void describe(const problem *p, char *text, size_t size) {
                         format_of(p->desc.dtype)->name, format_of(p->op[GAMMA].dtype)->name,
                         format_of(p->op[MEAN].dtype)->name);
     for (int axis = 0; axis < p->desc.rank && used < (int)size; axis++) {
-        used += snprintf(text + used, size - (size_t)used, " %lld%s", (long long)p->desc.shape[axis],
-                         is_normalized(&p->desc, axis) ? "*" : "");
+        used += snprintf(text + used, size - (size_t)used, " %lld%s",
+                         (long long)p->desc.shape[axis], is_normalized(&p->desc, axis) ? "*" : "");
     }
 }
 
@@ -478,14 +475,16 @@ static inline void describe(const problem *p, char *text, size_t size) {
 /* The gradients that the descriptor asks for, defaults filled in. */
 static inline uint32_t wanted_grads(const nj_desc *desc) {
     if (desc->grads) return desc->grads;
-    return NJ_GRAD_DX | (desc->has_gamma ? NJ_GRAD_DGAMMA : 0u) | (desc->has_beta ? NJ_GRAD_DBETA : 0u);
+    return NJ_GRAD_DX | (desc->has_gamma ? NJ_GRAD_DGAMMA : 0u) |
+           (desc->has_beta ? NJ_GRAD_DBETA : 0u);
 }
 
 /* Operands that the current op writes. */
 static inline uint32_t outputs_of(const problem *p) {
     const uint32_t grads = wanted_grads(&p->desc);
     if (p->desc.op == NJ_OP_LAYER_NORM_FORWARD) {
-        return BIT(Y) | (p->op[MEAN].absent ? 0u : BIT(MEAN)) | (p->op[RSTD].absent ? 0u : BIT(RSTD));
+        return BIT(Y) | (p->op[MEAN].absent ? 0u : BIT(MEAN)) |
+               (p->op[RSTD].absent ? 0u : BIT(RSTD));
     }
     return (grads & NJ_GRAD_DX ? BIT(DX) : 0u) | (grads & NJ_GRAD_DGAMMA ? BIT(DGAMMA) : 0u) |
            (grads & NJ_GRAD_DBETA ? BIT(DBETA) : 0u);
@@ -600,14 +599,15 @@ static inline void close_problem(problem *p) {
     p->image = NULL;
 }
 
-/* Outputs that are not added to and replace no input get poison, so that what is not written shows. */
+/* Outputs that are not added to and replace no input get poison: what is not written shows. */
 static inline void poison_outputs(problem *p) {
     const uint32_t poisoned = outputs_of(p) & ~accumulated(p);
     for (int i = 0; i < OPERANDS; i++) {
         if (!(poisoned & BIT(i)) || p->op[i].replaces) continue;
         for (int64_t r = 0; r < rows_of(p, i); r++) {
             for (int64_t c = 0; c < cols_of(p, i); c++) {
-                memset(element(p, p->image, i, r, c), POISON, (size_t)format_of(p->op[i].dtype)->size);
+                memset(element(p, p->image, i, r, c), POISON,
+                       (size_t)format_of(p->op[i].dtype)->size);
             }
         }
     }
@@ -694,8 +694,8 @@ static inline void expect_backward(const problem *p, const estimate *mean, const
     e->of[DX] = new_estimates(p, DX);
     e->of[DGAMMA] = new_estimates(p, DGAMMA);
     e->of[DBETA] = new_estimates(p, DBETA);
-    oracle_backward(&o, mean ? mean : given_mean, rstd ? rstd : given_rstd, e->of[DX], e->of[DGAMMA],
-                    e->of[DBETA]);
+    oracle_backward(&o, mean ? mean : given_mean, rstd ? rstd : given_rstd, e->of[DX],
+                    e->of[DGAMMA], e->of[DBETA]);
     free(given_mean);
     free(given_rstd);
     free_oracle(&o);
@@ -717,7 +717,8 @@ static inline void expect_accumulation(const problem *p, expectation *e) {
 
 /* What rounding an estimate to its type allows. */
 static inline double bound_of(const estimate *expected, nj_dtype type) {
-    return expected->error + unit_of(type) * (fabs(expected->value) + expected->error) + tiny_of(type);
+    return expected->error + unit_of(type) * (fabs(expected->value) + expected->error) +
+           tiny_of(type);
 }
 
 static inline int is_close(double got, const estimate *expected, nj_dtype type) {
@@ -758,7 +759,8 @@ static inline void compare_operand(const problem *p, int i, const estimate *expe
 }
 
 /* Outputs as expected, and no other byte of the image changed. */
-static inline void compare_image(const problem *p, const unsigned char *before, const expectation *e) {
+static inline void compare_image(const problem *p, const unsigned char *before,
+                                 const expectation *e) {
     const uint32_t outputs = outputs_of(p);
     unsigned char *allowed = (unsigned char *)malloc(p->bytes);
     memcpy(allowed, before, p->bytes);

@@ -4,10 +4,10 @@
    Values are computed in long double (64 bits of significand on x86), so that they can judge f64.
 
    Error bounds, first order, u = unit roundoff of the arithmetic, t = its smallest subnormal:
-   - A sum of n terms is off by at most growth(n)*u*sum|terms|. For a short sum growth is n, the worst
-     case. A long one is split among lanes or threads and its roundings are independent: they add up
-     like a random walk, for n addends in one lane to about sqrt(n)/3, so sqrt(n) is three deviations
-     of the least favourable order.
+   - A sum of n terms is off by at most growth(n)*u*sum|terms|. For a short sum growth is n, the
+   worst case. A long one is split among lanes or threads and its roundings are independent: they
+   add up like a random walk, for n addends in one lane to about sqrt(n)/3, so sqrt(n) is three
+   deviations of the least favourable order.
    - A product, quotient or difference adds u of its own result; rsqrt in hardware some more.
    The scale is always made of operands, never of the result: a result whose true value is 0 (one
    column, constant rows) still has a bound. */
@@ -20,7 +20,8 @@
 
 typedef struct estimate {
     double value;
-    double error; /* what a faithful implementation may be off, before it rounds the result to store it */
+    double error; /* what a faithful implementation may be off, before it rounds the result to store
+                     it */
 } estimate;
 
 typedef struct oracle {
@@ -66,7 +67,8 @@ static inline void oracle_forward(const oracle *o, estimate *mean, estimate *rst
         for (int64_t c = 0; c < o->cols; c++) {
             const long double xhat = (x[c] - m) * s, w = oracle_weight(o, c);
             const long double value = xhat * w + (o->beta ? o->beta[c] : 0);
-            const long double xhat_error = fabsl(xhat) * (s_relative + 2 * u) + s * m_error + o->tiny;
+            const long double xhat_error =
+                fabsl(xhat) * (s_relative + 2 * u) + s * m_error + o->tiny;
             y[r * o->cols + c].value = (double)value;
             y[r * o->cols + c].error =
                 (double)(fabsl(w) * xhat_error + u * (fabsl(xhat * w) + fabsl(value)) + o->tiny);
@@ -78,7 +80,9 @@ static inline void oracle_forward(const oracle *o, estimate *mean, estimate *rst
    otherwise it may have read anything within the error. dx: rows x cols. dgamma, dbeta: cols. */
 static inline void oracle_backward(const oracle *o, const estimate *mean, const estimate *rstd,
                                    estimate *dx, estimate *dgamma, estimate *dbeta) {
-    typedef struct column { long double gamma, gamma_scale, gamma_error, beta, beta_scale; } column;
+    typedef struct column {
+        long double gamma, gamma_scale, gamma_error, beta, beta_scale;
+    } column;
     const long double u = o->unit, growth = oracle_growth(o->cols), n = (long double)o->cols;
     const long double rows_growth = oracle_growth(o->rows);
     column *sums = (column *)calloc((size_t)o->cols + 1, sizeof *sums);
@@ -112,8 +116,8 @@ static inline void oracle_backward(const oracle *o, const estimate *mean, const 
             const long double roundings = fabsl(g) + fabsl(mean_g) + fabsl(xhat * mean_gx);
             dx[r * o->cols + c].value = (double)value;
             dx[r * o->cols + c].error =
-                (double)(s * (mean_g_error + fabsl(xhat) * mean_gx_error + fabsl(mean_gx) * xhat_error +
-                              4 * u * roundings) +
+                (double)(s * (mean_g_error + fabsl(xhat) * mean_gx_error +
+                              fabsl(mean_gx) * xhat_error + 4 * u * roundings) +
                          fabsl(value) * (s_relative + u) + (1 + s) * o->tiny);
         }
     }

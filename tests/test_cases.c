@@ -75,8 +75,8 @@ static void every_row_of_a_tall_matrix_counts(void **state) {
     }
 }
 
-/* gamma = 1, 2, 3, 4 and dy = 4, 3, 2, 1 at x = 1, 2, 3, 4, eps 0: by hand, g = 4, 6, 6, 4 has mean 5
-   and no part along xhat = (-3, -1, 1, 3)/sqrt(5), so dx = (2/sqrt(5))*(-1, 1, 1, -1). */
+/* gamma = 1, 2, 3, 4 and dy = 4, 3, 2, 1 at x = 1, 2, 3, 4, eps 0: by hand, g = 4, 6, 6, 4 has mean
+   5 and no part along xhat = (-3, -1, 1, 3)/sqrt(5), so dx = (2/sqrt(5))*(-1, 1, 1, -1). */
 static void gamma_weighs_dy_before_the_means_are_taken(void **state) {
     static const double x[4] = {1, 2, 3, 4}, gamma[4] = {1, 2, 3, 4}, dy[4] = {4, 3, 2, 1};
     static const double sign[4] = {-1, 1, 1, -1};
@@ -117,7 +117,8 @@ static void dy_is_left_as_it_was(void **state) {
     before = copy_image(&p);
     check_backward(&p);
     check_backward(&p);
-    assert_memory_equal(element(&p, before, DY, 0, 0), element(&p, p.image, DY, 0, 0), 129 * 768 * 2);
+    assert_memory_equal(element(&p, before, DY, 0, 0), element(&p, p.image, DY, 0, 0),
+                        129 * 768 * 2);
     free(before);
     close_problem(&p);
 }
@@ -289,7 +290,7 @@ static int64_t period_rows(const tall *t) {
     return t->period.rows;
 }
 
-/* Statistics as a backward reads them after a forward: off by what the forward may be off, rounded. */
+/* Statistics as a backward reads them: off by what the forward may be off, and rounded. */
 static void allow_for_saving(const tall *t, expectation *forward) {
     static const int stats[2] = {MEAN, RSTD};
     for (int s = 0; s < 2; s++) {
@@ -541,8 +542,8 @@ static void open_row(problem *p, int64_t cols, const double *x, const double *dy
     check_backward(p);
 }
 
-/* Two close values: a variance of 2.5e-5 under a mean of 1.8. Rounding x to f32 alone is 2e-5 of their
-   distance, hence 1e-4 of a gradient. */
+/* Two close values: a variance of 2.5e-5 under a mean of 1.8. Rounding x to f32 alone is 2e-5 of
+   their distance, hence 1e-4 of a gradient. */
 static void two_close_values_have_the_gradient_that_eps_leaves(void **state) {
     static const double x[2] = {-1.83965693, -1.82964566}, both[2] = {1, 1}, first[2] = {1, 0};
     problem p;
@@ -550,8 +551,8 @@ static void two_close_values_have_the_gradient_that_eps_leaves(void **state) {
     open_row(&p, 2, x, both);
     assert_is(get(&p, Y, 0, 0), -0.8454272, 1e-4);
     assert_is(get(&p, Y, 0, 1), 0.8454272, 1e-4);
-    /* Truly 0. A mean off by its own rounding and its sum's, 2^-24 each, moves both xhat by rstd = 169
-       times that, and their mean, times rstd again, is what dx keeps. */
+    /* Truly 0. A mean off by its own rounding and its sum's, 2^-24 each, moves both xhat by rstd =
+       169 times that, and their mean, times rstd again, is what dx keeps. */
     assert_true(fabs(get(&p, DX, 0, 0)) <= 2 * 0x1p-24 * 169 * 169);
     close_problem(&p);
     open_row(&p, 2, x, first);
@@ -572,9 +573,9 @@ static void integers_around_40000_keep_their_variance(void **state) {
     close_problem(&p);
 }
 
-/* The expected values are those of the rounded x. A tree over 16 values of 1000 rounds its mean five
-   times by 2^-24*1000: 3e-4, a twentieth of the deviation of 5.6e-3. Sums of squares would have no
-   digit right. */
+/* The expected values are those of the rounded x. A tree over 16 values of 1000 rounds its mean
+   five times by 2^-24*1000: 3e-4, a twentieth of the deviation of 5.6e-3. Sums of squares would
+   have no digit right. */
 static void thousandths_on_top_of_1000_keep_their_variance(void **state) {
     double x[16], dy[16] = {1};
     problem p;
@@ -658,7 +659,7 @@ static void bf16_with_f32_parameters_works(void **state) {
     check_packed(&desc, 1);
 }
 
-/* A NaN and an infinity in one row each, and a NaN in dy: the oracle says where they may be seen. */
+/* A NaN and an infinity in one row each, a NaN in dy: the oracle says where they may be seen. */
 static void nan_and_infinity_stay_in_their_rows(void **state) {
     static const nj_dtype dtypes[] = {NJ_F16, NJ_BF16, NJ_F32, NJ_F64};
     static const int64_t cols[] = {24, 1024};
@@ -726,8 +727,8 @@ static void check_replay(problem *p, void *graph) {
     free_expectation(&e);
 }
 
-/* The first replay with the captured inputs, then with others, then once more: nothing may be left of
-   a run that the next one counts on. */
+/* The first replay with the captured inputs, then with others, then once more: nothing may be left
+   of a run that the next one counts on. */
 static void a_captured_backward_replays_with_new_gradients(void **state) {
     static const int64_t shapes[][2] = {{2048, 1024}, {40, 64}, {70000, 16}};
     (void)state;

@@ -1,5 +1,5 @@
-/* Equal bits: run after run, for a row among any other rows, for any number of OpenMP threads, for many
-   threads on one plan. */
+/* Equal bits: run after run, for a row among any other rows, for any number of OpenMP threads, for
+   many threads on one plan. */
 #include "harness.h"
 
 #ifdef _OPENMP
@@ -10,7 +10,8 @@ static const nj_dtype dtypes[] = {NJ_F16, NJ_BF16, NJ_F32, NJ_F64};
 
 /* ---- comparing bits ------------------------------------------------------------------------- */
 
-static void assert_same_bits(const problem *p, unsigned char *a, unsigned char *b, const char *when) {
+static void assert_same_bits(const problem *p, unsigned char *a, unsigned char *b,
+                             const char *when) {
     const uint32_t outputs = outputs_of(p);
     char what[256];
     if (memcmp(a, b, p->bytes) == 0) return;
@@ -79,7 +80,8 @@ static void a_hundred_backwards_give_equal_bits(void **state) {
     (void)state;
     for (size_t k = 0; k < COUNT_OF(shapes) * COUNT_OF(dtypes); k++) {
         const int64_t *shape = shapes[k / COUNT_OF(dtypes)];
-        check_repeated(NJ_OP_LAYER_NORM_BACKWARD, dtypes[k % COUNT_OF(dtypes)], shape[0], shape[1], 100);
+        check_repeated(NJ_OP_LAYER_NORM_BACKWARD, dtypes[k % COUNT_OF(dtypes)], shape[0], shape[1],
+                       100);
     }
 }
 
@@ -113,14 +115,14 @@ static void assert_equal_row(const problem *alone, const problem *among, int64_t
         const int i = outputs[k];
         const size_t size = (size_t)format_of(alone->op[i].dtype)->size;
         for (int64_t c = 0; c < cols_of(alone, i); c++) {
-            if (memcmp(element(alone, alone->image, i, 0, c), element(among, among->image, i, row, c),
-                       size) == 0) {
+            if (memcmp(element(alone, alone->image, i, 0, c),
+                       element(among, among->image, i, row, c), size) == 0) {
                 continue;
             }
             fail_msg("%s of %s, col %lld of %lld: %.17g alone, %.17g as row %lld of %lld",
                      operand_name[i], format_of(alone->desc.dtype)->name, (long long)c,
-                     (long long)alone->cols, get(alone, i, 0, c), get(among, i, row, c), (long long)row,
-                     (long long)among->rows);
+                     (long long)alone->cols, get(alone, i, 0, c), get(among, i, row, c),
+                     (long long)row, (long long)among->rows);
         }
     }
 }
@@ -227,7 +229,8 @@ static void start_worker(worker *w, const problem *shared) {
     make_room(&w->p);
     upload(&w->p);
     if (bed.on_gpu) {
-        require_gpu_ok(gpu_ok(&bed.gpu, bed.gpu.api.stream_create(&w->gpu.stream, 1), "cuStreamCreate"));
+        require_gpu_ok(
+            gpu_ok(&bed.gpu, bed.gpu.api.stream_create(&w->gpu.stream, 1), "cuStreamCreate"));
     }
     assert_int_equal(pthread_create(&w->thread, NULL, work, w), 0);
 }

@@ -23,10 +23,10 @@ static long double loss_of(problem *p, long double *magnitude) {
 }
 
 /* Compares the gradient in operand `gradient` with central differences of the loss along `input`.
-   Of the two errors, rounding: y carries some 8 roundings of 2^-53 of its terms (growth of short sums
-   included: 8 + cols), divided by the step. Curvature: step^2/6 times the third derivative, which for
-   y is gamma*rstd^3 times a polynomial of xhat of degree 4 with coefficients below 18; beta and gamma
-   enter linearly and have none. */
+   Of the two errors, rounding: y carries some 8 roundings of 2^-53 of its terms (growth of short
+   sums included: 8 + cols), divided by the step. Curvature: step^2/6 times the third derivative,
+   which for y is gamma*rstd^3 times a polynomial of xhat of degree 4 with coefficients below 18;
+   beta and gamma enter linearly and have none. */
 static void compare_with_differences(problem *p, int input, int gradient, const double *got,
                                      double step, double third_derivative) {
     for (int64_t r = 0; r < rows_of(p, input); r++) {
@@ -121,7 +121,7 @@ static void a_large_eps_takes_part_in_the_gradient(void **state) {
 /* ---- identities ----------------------------------------------------------------------------- */
 
 /* A row's dx adds up to 0, and along xhat to what eps leaves: cols*mean(g*xhat)*rstd*(eps*rstd^2).
-   Each of the cols terms is off by some (20 + cols) roundings of rstd*(|g| + |xhat|*mean|g*xhat|). */
+   Each of the cols terms is off by some (20 + cols) roundings of rstd*(|g| + |xhat*g*xhat|). */
 static void dx_has_no_part_along_1_and_only_eps_along_xhat(void **state) {
     static const int64_t cols[] = {2, 7, 64, 1000};
     (void)state;
@@ -149,9 +149,11 @@ static void dx_has_no_part_along_1_and_only_eps_along_xhat(void **state) {
             }
             unit = 0x1p-53 * (20 + n) * rstd * (double)(g_scale + x_scale * gx_scale);
             eps_part = (double)gx * rstd * (desc.eps * rstd * rstd);
-            if (!(fabsl(sum) <= unit)) fail_msg("row %d: dx sums to %.3Lg +- %.3g", (int)r, sum, unit);
+            if (!(fabsl(sum) <= unit))
+                fail_msg("row %d: dx sums to %.3Lg +- %.3g", (int)r, sum, unit);
             if (!(fabsl(along - eps_part) <= unit * (1 + (double)x_scale))) {
-                fail_msg("row %d: dx along xhat is %.12Lg, eps says %.12g", (int)r, along, eps_part);
+                fail_msg("row %d: dx along xhat is %.12Lg, eps says %.12g", (int)r, along,
+                         eps_part);
             }
         }
         close_problem(&p);
@@ -181,7 +183,7 @@ static void dbeta_is_the_sum_of_dy(void **state) {
     }
 }
 
-/* Multiplies an operand by a power of two: exact, so every rounding of the run stays where it was. */
+/* Multiplies an operand by a power of two: exact, so every rounding of the run stays as it was. */
 static void scale_operand(problem *p, int i, double factor) {
     for (int64_t r = 0; r < rows_of(p, i); r++) {
         for (int64_t c = 0; c < cols_of(p, i); c++) put(p, i, r, c, get(p, i, r, c) * factor);
@@ -193,8 +195,8 @@ static void assert_scaled(const problem *p, int i, const double *before, double 
         for (int64_t c = 0; c < cols_of(p, i); c++) {
             const double want = before[r * cols_of(p, i) + c] * factor;
             if (get(p, i, r, c) == want) continue;
-            fail_msg("%s[row %lld, col %lld] = %.17g, not exactly %.17g", operand_name[i], (long long)r,
-                     (long long)c, get(p, i, r, c), want);
+            fail_msg("%s[row %lld, col %lld] = %.17g, not exactly %.17g", operand_name[i],
+                     (long long)r, (long long)c, get(p, i, r, c), want);
         }
     }
 }
@@ -220,8 +222,8 @@ static void powers_of_two_pass_through_exactly(void **state) {
     for (size_t k = 0; k < COUNT_OF(dtypes) * COUNT_OF(shapes); k++) {
         const int64_t *shape = shapes[k / COUNT_OF(dtypes)];
         nj_desc desc = make_matrix(dtypes[k % COUNT_OF(dtypes)], shape[0], shape[1]);
-        const double factor[OPERANDS] = {[RSTD] = row->rstd, [Y] = row->y, [DX] = row->dx,
-                                         [DGAMMA] = row->dgamma};
+        const double factor[OPERANDS] = {
+            [RSTD] = row->rstd, [Y] = row->y, [DX] = row->dx, [DGAMMA] = row->dgamma};
         double *before[OPERANDS] = {NULL};
         problem p;
         desc.has_beta = 0;

@@ -402,8 +402,9 @@ static void cols_1_to_70_are_right(void **state) {
 }
 
 static void cols_off_and_on_powers_of_two_are_right(void **state) {
-    static const int64_t cols[] = {127,  255,  256,  257,  384,  511,  513,   768,   1023, 1024,
-                                   1025, 1600, 2047, 3584, 4096, 5120, 8192, 8200, 12288, 12345, 16384};
+    static const int64_t cols[] = {127,  255,  256,  257,  384,   511,   513,
+                                   768,  1023, 1024, 1025, 1600,  2047,  3584,
+                                   4096, 5120, 8192, 8200, 12288, 12345, 16384};
     (void)state;
     for (size_t i = 0; i < COUNT_OF(cols); i++) {
         const nj_desc desc = make_matrix(dtypes[i % COUNT_OF(dtypes)], 5, cols[i]);

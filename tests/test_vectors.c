@@ -77,12 +77,18 @@ static int parse_field(vector_case *to, const char *name, char *rest) {
         parse_integers(rest, to->dy_stride);
     } else {
         parse_integers(rest, number);
-        if (strcmp(name, "norm_axes") == 0) to->desc.norm_axes = (uint32_t)number[0];
-        else if (strcmp(name, "has_gamma") == 0) to->desc.has_gamma = (int32_t)number[0];
-        else if (strcmp(name, "has_beta") == 0) to->desc.has_beta = (int32_t)number[0];
-        else if (strcmp(name, "x_offset") == 0) to->x_offset = number[0];
-        else if (strcmp(name, "dy_offset") == 0) to->dy_offset = number[0];
-        else return 0;
+        if (strcmp(name, "norm_axes") == 0)
+            to->desc.norm_axes = (uint32_t)number[0];
+        else if (strcmp(name, "has_gamma") == 0)
+            to->desc.has_gamma = (int32_t)number[0];
+        else if (strcmp(name, "has_beta") == 0)
+            to->desc.has_beta = (int32_t)number[0];
+        else if (strcmp(name, "x_offset") == 0)
+            to->x_offset = number[0];
+        else if (strcmp(name, "dy_offset") == 0)
+            to->dy_offset = number[0];
+        else
+            return 0;
     }
     return 1;
 }
@@ -128,7 +134,8 @@ static void copy_buffer(problem *p, int i, const array *from) {
     const size_t size = (size_t)format_of(from->type)->size;
     assert_int_equal(from->type, p->op[i].dtype);
     for (int64_t k = 0; k < from->count; k++) {
-        memcpy(p->image + p->op[i].base + (size_t)k * size, &from->bits[k], size); /* little-endian */
+        memcpy(p->image + p->op[i].base + (size_t)k * size, &from->bits[k],
+               size); /* little-endian */
     }
 }
 
@@ -152,8 +159,8 @@ static void open_case(problem *p, const vector_case *from) {
     if (from->desc.has_beta) copy_buffer(p, BETA, &from->of[BETA]);
 }
 
-/* The file's results in the order of an expectation: rows by columns, where the file has the order of
-   the shape. */
+/* The file's results in the order of an expectation: rows by columns, where the file has the order
+   of the shape. */
 static double *file_values(const problem *p, const vector_case *from, int i) {
     const int64_t rows = rows_of(p, i), cols = cols_of(p, i);
     operand dense = p->op[i];
@@ -183,8 +190,8 @@ static void expect_forward_of_file(const problem *p, expectation *e) {
     }
 }
 
-/* Puts the file's values in the place of the oracle's and leaves the oracle's bounds, which are made
-   of the operands. For f64 the file has rounded as the library does: twice the bound. */
+/* Puts the file's values in the place of the oracle's and leaves the oracle's bounds, which are
+   made of the operands. For f64 the file has rounded as the library does: twice the bound. */
 static void expect_the_file(const problem *p, const vector_case *from, expectation *e) {
     const double share = p->desc.dtype == NJ_F64 ? 2 : 1;
     for (int i = 0; i < OPERANDS; i++) {
@@ -202,8 +209,8 @@ static void expect_the_file(const problem *p, const vector_case *from, expectati
 /* The file's statistics, and how far those that a backward is given may be from those that the
    file's gradients were made of: rounding to their type, and what a computation of them is off when
    either side has made one in the type judged. */
-static void state_statistics(const problem *p, const vector_case *from, int computed, estimate *mean,
-                             estimate *rstd) {
+static void state_statistics(const problem *p, const vector_case *from, int computed,
+                             estimate *mean, estimate *rstd) {
     const nj_dtype type = p->op[MEAN].dtype;
     expectation e;
     expect_forward_of_file(p, &e);

@@ -105,7 +105,8 @@ def check_rooms(texts):
         for name in definitions(text):
             owner.setdefault(name, room)
     for room, text in texts.items():
-        used = set(re.findall(r"\b(?:nji|NJI)_\w+", re.sub(r"/\*.*?\*/", "", text, flags=re.S)))
+        code = re.sub(r'/\*.*?\*/|"(?:\\.|[^"\\])*"', "", text, flags=re.S)
+        used = set(re.findall(r"\b(?:nji|NJI)_\w+", code))
         for name in sorted(used):
             home = owner.get(name, room)
             if home not in allowed[room]:

@@ -918,10 +918,8 @@ static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64
 
 static void nji_host_read_stats(const nji_host_job *job, nji_host_work *work,
                                 const nji_operand *stat, double *value) {
-    int r;
-    if (!stat->data) { /* dbeta alone comes without statistics, and needs none */
-        for (r = 0; r < work->rows; r++)
-            value[r] = 0;
+    if (!stat->data) { /* dbeta alone: no statistic is given, none matters */
+        memset(value, 0, (size_t)work->rows * sizeof *value);
         return;
     }
     nji_host_row_offsets(job->problem, stat->stride, work->row, work->rows, work->offset);
@@ -1074,7 +1072,7 @@ static void nji_host_backward_part(const nji_host_job *job, int64_t part) {
     int64_t row = part * job->part_rows, end = nji_min_i64(row + job->part_rows, job->rows);
     int64_t bytes = job->cols * job->real_size;
     char *dgamma = job->want_params ? job->partial + part * 2 * bytes : NULL;
-    if (job->want_params) memset(dgamma, 0, (size_t)(2 * bytes));
+    if (bytes > 0 && job->want_params) memset(dgamma, 0, (size_t)(2 * bytes));
     nji_host_begin_work(job, &work);
     for (; row < end; row += job->group) {
         work.row = row;

@@ -34,23 +34,37 @@ typedef struct nji_tuning {
 /* Measured reasons: ptx_src/DIARY.md. */
 static const nji_tuning nji_tuning_table[] = {
     /* fwd bytes arch max_cols elements lanes threads slices resident prefetch */
-    {1, 2, 0, 1024, 32, 32, 128, 1, 1024, 0},
-    {1, 2, 90, NJI_ANY_COLS, 16, 512, 0, 8, 1024, 0},
+    {1, 2, 0, 256, 8, 32, 128, 1, 1536, 0},
+    {1, 2, 90, 1024, 32, 32, 256, 1, 1024, 0},
+    {1, 2, 0, 1024, 32, 32, 256, 1, 768, 0},
+    {1, 2, 0, 16384, 32, 512, 0, 1, 1024, 0},
+    {1, 2, 90, 65536, 16, 512, 0, 8, 1024, 0},
+    {1, 2, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
     {1, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
-    {1, 4, 0, 1024, 32, 32, 128, 1, 1024, 0},
-    {1, 4, 90, NJI_ANY_COLS, 16, 512, 0, 8, 1024, 0},
+    {1, 4, 0, 128, 4, 32, 128, 1, 1536, 0},
+    {1, 4, 0, 1024, 32, 32, 256, 1, 768, 0},
+    {1, 4, 0, 8192, 16, 512, 0, 1, 1024, 0},
+    {1, 4, 0, 16384, 32, 512, 0, 1, 512, 0},
+    {1, 4, 90, 65536, 16, 512, 0, 8, 1024, 0},
+    {1, 4, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
     {1, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
     {1, 8, 0, 512, 16, 32, 128, 1, 512, 0},
-    {1, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0},
-    {1, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0},
-    {0, 2, 0, 768, 24, 32, 256, 1, 256, 1},
-    {0, 2, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 1},
+    {1, 8, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0},
+    {1, 8, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
+    {0, 2, 0, 256, 8, 32, 256, 1, 1024, 0},
+    {0, 2, 0, 768, 24, 32, 64, 1, 256, 1},
+    {0, 2, 0, 1024, 32, 32, 64, 1, 256, 1},
+    {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1},
+    {0, 2, 0, 12288, 24, 512, 0, 1, 512, 0},
+    {0, 2, 90, 98304, 24, 512, 0, 8, 384, 1},
     {0, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 1},
-    {0, 4, 0, 512, 16, 32, 256, 1, 256, 1},
-    {0, 4, 90, NJI_ANY_COLS, 16, 256, 0, 8, 256, 1},
+    {0, 4, 0, 128, 4, 32, 256, 1, 1024, 1},
+    {0, 4, 0, 768, 24, 32, 64, 1, 256, 1},
+    {0, 4, 0, 4096, 8, 512, 0, 1, 1024, 0},
+    {0, 4, 90, 65536, 32, 256, 0, 8, 256, 1},
     {0, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
-    {0, 8, 0, 256, 8, 32, 256, 1, 256, 1},
-    {0, 8, 90, NJI_ANY_COLS, 8, 256, 0, 8, 256, 1},
+    {0, 8, 0, 256, 8, 32, 128, 1, 256, 1},
+    {0, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0},
     {0, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0},
 };
 
@@ -106,7 +120,8 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
     int per_slice;
     choice->vec = 16 / (int)nj_dtype_size(desc->dtype);
     while (cols % choice->vec != 0) choice->vec /= 2;
-    choice->prefetch = row->prefetch;
+    /* Narrow packs waste registers: there is no room for a second row. */
+    choice->prefetch = row->prefetch && choice->vec * (int)nj_dtype_size(desc->dtype) >= 8;
     slices = nji_ceil_div(cols, (int64_t)row->elements * row->max_lanes);
     if (row->max_slices > 1 && slices > 1 && slices <= row->max_slices) {
         slices = nji_power_of_two_above((int)slices);

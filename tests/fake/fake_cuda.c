@@ -3,6 +3,7 @@
 
    Environment, read at every call:
        NJ_FAKE_FAIL=cuLaunchKernel=700,cuInit=3   these functions return these codes
+       NJ_FAKE_FAIL=cuModuleGetFunction=500@2     the same at the second call since the reset alone
        NJ_FAKE_DEVICES=2                          devices; default 1
        NJ_FAKE_VERSION=11000                      of the driver; default 13000
        NJ_FAKE_CC=80                              compute capability; default 90
@@ -126,11 +127,15 @@ static int number_of(const char *variable, int otherwise) {
     return text && *text ? atoi(text) : otherwise;
 }
 
-static int injected(const char *function) {
+static int injected(const char *function, int call) {
     const char *at = getenv("NJ_FAKE_FAIL");
     size_t length = strlen(function);
     while (at && *at) {
-        if (strncmp(at, function, length) == 0 && at[length] == '=') return atoi(at + length + 1);
+        if (strncmp(at, function, length) == 0 && at[length] == '=') {
+            char *end;
+            int code = (int)strtol(at + length + 1, &end, 10);
+            return *end != '@' || atoi(end + 1) == call ? code : SUCCESS;
+        }
         at = strchr(at, ',');
         if (at) at++;
     }
@@ -150,8 +155,7 @@ static int *counter_of(const char *function) {
 /* Counts the call and takes the lock; what the call must return, when not SUCCESS. */
 static int enter_any(const char *function) {
     pthread_mutex_lock(&lock);
-    ++*counter_of(function);
-    return injected(function);
+    return injected(function, ++*counter_of(function));
 }
 
 static int enter(const char *function) {
