@@ -55,7 +55,7 @@ static const nji_tuning nji_tuning_table[] = {
     {0, 2, 0, 768, 24, 32, 64, 1, 256, 1},
     {0, 2, 0, 1024, 32, 32, 64, 1, 256, 1},
     {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1},
-    {0, 2, 0, 12288, 24, 512, 0, 1, 512, 0},
+    {0, 2, 0, 12288, 32, 384, 0, 1, 384, 0},
     {0, 2, 90, 98304, 24, 512, 0, 8, 384, 1},
     {0, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 1},
     {0, 4, 0, 128, 4, 32, 256, 1, 1024, 1},
@@ -114,10 +114,18 @@ static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64
     return NULL;
 }
 
+/* Threads that one multiprocessor of an architecture can hold (CUDA programming guide, table of
+   compute capabilities). */
+static int nji_most_resident(int arch) {
+    if (arch < 80) return 1024;
+    return arch == 80 || (arch >= 90 && arch < 110) ? 2048 : 1536;
+}
+
 /* Cuts a row of cols columns as the tuning row says. */
-static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols, nji_choice *choice) {
+static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols, int arch,
+                        nji_choice *choice) {
     int64_t packs, slices;
-    int per_slice;
+    int per_slice, resident;
     choice->vec = 16 / (int)nj_dtype_size(desc->dtype);
     while (cols % choice->vec != 0) choice->vec /= 2;
     /* Narrow packs waste registers: there is no room for a second row. */
@@ -140,7 +148,8 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
         choice->lanes = nji_round_up((int)nji_ceil_div(per_slice, choice->chunks), 32);
         choice->threads = choice->lanes;
     }
-    choice->blocks = row->resident > choice->threads ? row->resident / choice->threads : 1;
+    resident = (int)nji_min_i64(row->resident, nji_most_resident(arch));
+    choice->blocks = resident > choice->threads ? resident / choice->threads : 1;
 }
 
 /* Rows that a block of the rows kernels works on at a time. */
@@ -172,22 +181,36 @@ static int64_t nji_strided_parts(int64_t rows, int64_t cols, const nji_device_fa
     return nji_clamp(16 * facts->multiprocessors / tiles, 1, nji_clamp(rows / 64, 1, 4096));
 }
 
+#define NJI_WORKSPACE_ALIGNMENT 256
+
+/* Bytes of workspace: the partials, then the split kernels' sums. */
+static int64_t nji_sums_offset(const nji_choice *choice) {
+    return nji_ceil_div(choice->partial_bytes, NJI_WORKSPACE_ALIGNMENT) * NJI_WORKSPACE_ALIGNMENT;
+}
+
+static int64_t nji_workspace_of(const nji_choice *choice) {
+    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes : choice->partial_bytes;
+}
+
 /* Parts of the parameter gradients, within the workspace that the caller allows. */
 static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t cols,
                                   const nji_device_facts *facts, const nj_preference *pref,
                                   nji_choice *choice, const char *call) {
-    int64_t part = cols * 2 * nji_accumulator_bytes(desc);
+    int64_t part = nji_wants_params(desc) && rows > 0 ? cols * 2 * nji_accumulator_bytes(desc) : 0;
     int64_t most = INT32_MAX, parts = 0, strided;
-    if (!nji_wants_params(desc) || rows == 0 || cols == 0) return NJ_OK;
-    if (pref->max_workspace_bytes) {
-        uint64_t needed = (uint64_t)choice->sums_bytes + (uint64_t)part;
-        if (pref->max_workspace_bytes < needed) {
-            return nji_fail_sized(NJ_UNSUPPORTED, needed, pref->max_workspace_bytes,
-                                  "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes",
-                                  call, (unsigned long long)pref->max_workspace_bytes,
-                                  (unsigned long long)needed);
-        }
-        most = (int64_t)((pref->max_workspace_bytes - (uint64_t)choice->sums_bytes) / (uint64_t)part);
+    uint64_t limit = pref->max_workspace_bytes, least;
+    choice->partial_bytes = part; /* of one part: the least that will do */
+    least = (uint64_t)nji_workspace_of(choice);
+    if (limit && limit < least) {
+        return nji_fail_sized(NJ_UNSUPPORTED, least, limit,
+                              "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes", call,
+                              (unsigned long long)limit, (unsigned long long)least);
+    }
+    if (part == 0) return NJ_OK;
+    if (limit) {
+        uint64_t room = limit - (uint64_t)choice->sums_bytes;
+        if (choice->sums_bytes) room -= room % NJI_WORKSPACE_ALIGNMENT;
+        most = (int64_t)(room / (uint64_t)part);
     }
     if (choice->family != NJI_STRIDED) {
         parts = nji_clamp(facts->multiprocessors * choice->blocks / choice->slices, 1, most);
@@ -198,13 +221,6 @@ static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t col
     choice->strided_parts = (int)strided;
     choice->partial_bytes = part * (parts > strided ? parts : strided);
     return NJ_OK;
-}
-
-#define NJI_WORKSPACE_ALIGNMENT 256
-
-/* Bytes of workspace: the partials, then the split kernels' sums. */
-static int64_t nji_sums_offset(const nji_choice *choice) {
-    return nji_ceil_div(choice->partial_bytes, NJI_WORKSPACE_ALIGNMENT) * NJI_WORKSPACE_ALIGNMENT;
 }
 
 /* Columns past which 32-bit column numbers or the size of the workspace would give out. */
@@ -223,24 +239,13 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     }
     if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
         const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
-        if (row) nji_cut_row(desc, row, cols, choice);
+        if (row) nji_cut_row(desc, row, cols, facts->arch, choice);
     }
     if (choice->family == NJI_SPLIT && (choice->forward || (desc->grads & NJ_GRAD_DX))) {
         /* 2 accumulators for each slice of some thousand elements: far from overflow. */
         choice->sums_bytes = rows * choice->slices * 2 * nji_accumulator_bytes(desc);
-        if (pref->max_workspace_bytes && (uint64_t)choice->sums_bytes > pref->max_workspace_bytes) {
-            return nji_fail_sized(NJ_UNSUPPORTED, (uint64_t)choice->sums_bytes,
-                                  pref->max_workspace_bytes,
-                                  "%s: pref.max_workspace_bytes = %llu: this shape needs %lld bytes", call,
-                                  (unsigned long long)pref->max_workspace_bytes,
-                                  (long long)choice->sums_bytes);
-        }
     }
     return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
-}
-
-static int64_t nji_workspace_of(const nji_choice *choice) {
-    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes : choice->partial_bytes;
 }
 
 /* ---- options for the compiler --------------------------------------------------------------- */
