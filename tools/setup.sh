@@ -118,6 +118,9 @@ quietly() {
     fi
 }
 
+# Where cores are shared, threads that spin between small loops stall each other.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
+
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 trap 'exit 1' HUP INT TERM

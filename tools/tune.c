@@ -61,7 +61,7 @@ static int candidates(const nj_desc *desc, int64_t rows, int64_t cols, const nji
                         c->tuning.prefetch = p;
                         if (c->tuning.elements < 16 / (int)nj_dtype_size(desc->dtype)) continue;
                         c->choice.forward = forward;
-                        nji_cut_row(desc, &c->tuning, cols, &c->choice);
+                        nji_cut_row(desc, &c->tuning, cols, facts->arch, &c->choice);
                         if (c->choice.family != NJI_ROWS || c->choice.threads > 1024) continue;
                         per_thread = (int64_t)c->choice.chunks * c->choice.vec;
                         if (per_thread > 32) continue;

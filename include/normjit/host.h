@@ -1,13 +1,14 @@
 /* The host backend.
 
-   Rows are taken in panels: up to NJI_HOST_ROWS rows by a chunk of columns. An operand that lies in
-   memory as the arithmetic wants it (its type, unit-stride columns) is read and written where it is;
-   any other is converted or gathered into a panel that stays in the nearest cache. So the arithmetic
-   below knows two types and one layout, and types and strides are dealt with in one place.
+   Rows are taken in panels: up to NJI_HOST_ROWS rows by a chunk of columns. Operands in packed
+   columns are read and written where they lie; others are converted and gathered into a panel that
+   stays in the nearest cache. So the arithmetic below knows one layout, and strides are dealt with
+   in one place.
 
-   What a row's results depend on: its own values, the number of columns, the processor kind; never
-   the other rows or the number of threads. Parameter gradients: rows are split in parts by the sizes
-   alone, each part is summed by one thread into its own partial sums, and these are added in order. */
+   What a row's results depend on: its own values, the number of columns, the layout, the kind of
+   processor; never the other rows or the number of threads. Parameter gradients: rows are split in
+   parts by the sizes alone, one thread sums each part into the part's own partial sums, and these
+   are added in order. */
 
 #if (defined(__GNUC__) && __GNUC__ >= 9) || defined(__clang__)
 #define NJI_HOST_VECTORS 1
@@ -35,20 +36,26 @@
 /* ---- sizes ---------------------------------------------------------------------------------- */
 
 #define NJI_HOST_ROWS 32           /* rows of a panel, at most */
-#define NJI_HOST_CHUNK_BYTES 4096  /* of one panel row, at most */
+#define NJI_HOST_CHUNK_BYTES 4096  /* of a chunk of gamma: columns of a panel, at most */
 #define NJI_HOST_PANEL_BYTES 24576 /* of a panel, without the padding of its rows */
 #define NJI_HOST_PAD_BYTES 64      /* keeps panel rows out of each other's cache sets */
 #define NJI_HOST_BUFFER_BYTES (NJI_HOST_PANEL_BYTES + NJI_HOST_ROWS * NJI_HOST_PAD_BYTES)
-#define NJI_HOST_GROUP_BYTES 98304    /* of x in the rows of a panel: must stay in L2 till swept again */
+
+/* Tuned on memory-bound sizes; only speed depends on them. */
+#define NJI_HOST_GROUP_BYTES 98304    /* of x in a panel's whole rows: in L2 till swept again */
 #define NJI_HOST_SWEEP_COLS 8192      /* columns of one sum where all is in place */
-#define NJI_HOST_SHORT_ROW 1024       /* bytes; up to there ... */
-#define NJI_HOST_SHORT_PANEL 4096     /* ... the next panel is fetched soonest behind one of a page */
+#define NJI_HOST_SHORT_ROW 1024       /* bytes of a row; up to there ... */
+#define NJI_HOST_SHORT_PANEL 4096     /* ... small panels let processors run ahead into the next */
 #define NJI_HOST_PARALLEL_FROM 32768  /* elements; below it threads cost more than they save */
-#define NJI_HOST_STREAM_FROM 16777216 /* bytes of an output that the last cache will not hold */
-#define NJI_HOST_PARTS 64             /* parts of the rows, at most, ... */
-#define NJI_HOST_PARTIAL_BYTES 1048576 /* ... or as many more as keep the partial sums this small */
-#define NJI_HOST_PART_ROWS 64         /* rows of a part, at least, once there are enough for 8 parts */
-#define NJI_HOST_FINISH_COLS 64       /* columns whose partial sums one task adds up */
+#define NJI_HOST_STREAM_FROM 16777216 /* bytes of an output that the last cache will not keep */
+
+/* Parts of the rows: at most 64, or as many more as keep the partial sums within 1 MiB; 64 rows and
+   more each, once there are enough for 8 parts. */
+#define NJI_HOST_PARTS 64
+#define NJI_HOST_PARTIAL_BYTES 1048576
+#define NJI_HOST_PART_ROWS 64
+#define NJI_HOST_LEAST_PARTS 8
+#define NJI_HOST_FINISH_COLS 64 /* columns whose partial sums one task adds up */
 
 /* ---- element types -------------------------------------------------------------------------- */
 
@@ -110,8 +117,8 @@ static NJI_ALWAYS_INLINE float nji_f32_to_odd(double value) {
 #define nji_f16_from_f64(value) nji_f16_from_f32(nji_f32_to_odd(value))
 #define nji_bf16_from_f64(value) nji_bf16_from_f32(nji_f32_to_odd(value))
 
-/* Copies rows x cols elements, converting. Row r starts at offset from_row[r], to_row[r]; columns are
-   from_col, to_col apart (elements). Walks along columns or along rows, whichever lie closer. */
+/* Copies rows x cols elements, converting. Row r starts at offset from_row[r], to_row[r]; columns
+   are from_col, to_col apart (elements). along_rows: neighbouring rows one after the other. */
 typedef void (*nji_host_copy)(const void *from, const int64_t *from_row, int64_t from_col, void *to,
                               const int64_t *to_row, int64_t to_col, int rows, int64_t cols,
                               int along_rows);
@@ -133,7 +140,8 @@ typedef void (*nji_host_copy)(const void *from, const int64_t *from_row, int64_t
         for (r = 0; r < rows; r++) {                                                               \
             const source *a = in + from_row[r];                                                    \
             target *b = out + to_row[r];                                                           \
-            for (c = 0; c < cols; c++) b[c * to_col] = (target)convert(a[c * from_col]);           \
+            for (c = 0; c < cols; c++)                                                             \
+                b[c * to_col] = (target)convert(a[c * from_col]);                                  \
         }                                                                                          \
     }
 
@@ -171,13 +179,13 @@ static const nji_host_type nji_host_types[] = {
 
 /* ---- arithmetic ----------------------------------------------------------------------------- */
 
-/* Some rows and a chunk of their columns, in the type of the arithmetic (`real` below). */
+/* Some rows and a chunk of their columns. `real` below: the type of the arithmetic. */
 typedef struct nji_host_panel {
     const void *x[NJI_HOST_ROWS], *dy[NJI_HOST_ROWS]; /* each row's chunk */
     void *out[NJI_HOST_ROWS];                         /* y or dx; may be x or dy */
     const void *gamma, *beta;                         /* the chunk of each; never null */
     void *dgamma, *dbeta;                             /* partial sums of the chunk, added to */
-    int64_t ahead; /* bytes from a row of x to the row that forward prefetches; 0: none */
+    int64_t ahead;  /* bytes from a row of x to the row that forward prefetches; 0: none */
     int begin, end; /* the rows in hand */
     /* By row. The sums grow from chunk to chunk; in double, so chunks add no error of their own. */
     double sum[NJI_HOST_ROWS], square[NJI_HOST_ROWS];
@@ -190,31 +198,32 @@ typedef struct nji_host_panel {
 
 /* One set for each element type and instruction set. `cols` is the chunk's. */
 typedef struct nji_host_math {
-    void (*sum)(nji_host_panel *panel, int64_t cols);       /* sum += x */
-    void (*moments)(nji_host_panel *panel, int64_t cols);   /* sum += d, square += d*d; d = x-center */
-    void (*forward)(const nji_host_panel *panel, int64_t cols);    /* out = y */
-    void (*backward_sums)(nji_host_panel *panel, int64_t cols);    /* sum += g, square += g*xhat */
-    void (*dx)(const nji_host_panel *panel, int64_t cols);         /* out = dx */
-    void (*params)(const nji_host_panel *panel, int64_t cols);     /* dgamma, dbeta */
-    void (*dx_params)(const nji_host_panel *panel, int64_t cols);  /* both, reading once */
+    void (*sum)(nji_host_panel *panel, int64_t cols);             /* sum += x */
+    void (*moments)(nji_host_panel *panel, int64_t cols);         /* sum, square of x-center */
+    void (*forward)(const nji_host_panel *panel, int64_t cols);   /* out = y */
+    void (*backward_sums)(nji_host_panel *panel, int64_t cols);   /* sum += g, square += g*xhat */
+    void (*dx)(const nji_host_panel *panel, int64_t cols);        /* out = dx */
+    void (*params)(const nji_host_panel *panel, int64_t cols);    /* dgamma, dbeta */
+    void (*dx_params)(const nji_host_panel *panel, int64_t cols); /* both, reading once */
 } nji_host_math;
 
 #if NJI_HOST_VECTORS
 /* Vectors as they lie in memory: aligned as their elements, and free to alias them. */
-#define NJI_VECTOR(real, bytes, isa)                                                               \
-    typedef real nji_##real##_##isa                                                                \
-        __attribute__((vector_size(bytes), aligned(sizeof(real)), may_alias))
-NJI_VECTOR(float, 16, base);
-NJI_VECTOR(double, 16, base);
+#define NJI_VECTOR(name, element, bytes)                                                           \
+    typedef element name __attribute__((vector_size(bytes), aligned(sizeof(element)), may_alias))
+NJI_VECTOR(nji_float_base, float, 16);
+NJI_VECTOR(nji_double_base, double, 16);
 #define NJI_BASE_LANES_float 4
 #define NJI_BASE_LANES_double 2
 #define NJI_LANES_float(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
 #define NJI_LANES_double(v) ((v)[0] + (v)[1])
 #if NJI_HOST_X86
-NJI_VECTOR(float, 32, avx2);
-NJI_VECTOR(double, 32, avx2);
-NJI_VECTOR(float, 64, avx512);
-NJI_VECTOR(double, 64, avx512);
+NJI_VECTOR(nji_float_avx2, float, 32);
+NJI_VECTOR(nji_double_avx2, double, 32);
+NJI_VECTOR(nji_u32_avx2, uint32_t, 32);
+NJI_VECTOR(nji_float_avx512, float, 64);
+NJI_VECTOR(nji_double_avx512, double, 64);
+NJI_VECTOR(nji_u32_avx512, uint32_t, 64);
 #endif
 #else
 typedef float nji_float_base;
@@ -228,17 +237,17 @@ typedef double nji_double_base;
 #define NJI_AT(vec, pointer) (*(vec *)(pointer))
 #define NJI_READ(vec, pointer) (*(const vec *)(pointer))
 
-/* The sum of a vector's lanes: of its pieces of the base vector's size first, then of one's lanes. */
+/* The sum of a vector's lanes: first of its pieces of 16 bytes, then of the lanes of one. */
 #define NJI_PIECES_1(p) ((p)[0])
 #define NJI_PIECES_2(p) ((p)[0] + (p)[1])
 #define NJI_PIECES_4(p) (NJI_PIECES_2(p) + NJI_PIECES_2((p) + 2))
 
-/* Elements as they are stored. GET1 and PUT1 convert one from and to the type of the arithmetic, GET
-   and PUT a vector of them. */
-typedef uint16_t nji_f16;
-typedef uint16_t nji_bf16;
-typedef float nji_f32;
-typedef double nji_f64;
+/* Elements as they are stored. GET1 and PUT1 convert one from and to the type of the arithmetic,
+   GET and PUT a vector of them. */
+typedef uint16_t nji_stored_f16;
+typedef uint16_t nji_stored_bf16;
+typedef float nji_stored_f32;
+typedef double nji_stored_f64;
 
 #define NJI_GET1_f16(p) nji_f32_from_f16(*(p))
 #define NJI_GET1_bf16(p) nji_f32_from_bf16(*(p))
@@ -264,55 +273,43 @@ typedef double nji_f64;
 #define NJI_PUT_f32_avx512(p, value) (NJI_AT(nji_float_avx512, p) = (value))
 #define NJI_PUT_f64_avx512(p, value) (NJI_AT(nji_double_avx512, p) = (value))
 
-#define NJI_LOAD_8X16(p) _mm_loadu_si128((const __m128i *)(p))
-#define NJI_LOAD_16X16(p) _mm256_loadu_si256((const __m256i *)(p))
-#define NJI_GET_f16_avx2(p) ((nji_float_avx2)_mm256_cvtph_ps(NJI_LOAD_8X16(p)))
-#define NJI_GET_f16_avx512(p) ((nji_float_avx512)_mm512_cvtph_ps(NJI_LOAD_16X16(p)))
-#define NJI_GET_bf16_avx2(p)                                                                       \
-    ((nji_float_avx2)_mm256_slli_epi32(_mm256_cvtepu16_epi32(NJI_LOAD_8X16(p)), 16))
-#define NJI_GET_bf16_avx512(p)                                                                     \
-    ((nji_float_avx512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(NJI_LOAD_16X16(p)), 16))
+/* The masked forms, since g++ 12 takes the plain ones' own "undefined" operand for our mistake. */
+#define NJI_GET_f16_avx2(p) ((nji_float_avx2)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p))))
+#define NJI_GET_f16_avx512(p)                                                                      \
+    ((nji_float_avx512)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i *)(p))))
 #define NJI_PUT_f16_avx2(p, value)                                                                 \
     _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph((__m256)(value), _MM_FROUND_TO_NEAREST_INT))
 #define NJI_PUT_f16_avx512(p, value)                                                               \
-    _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph((__m512)(value), _MM_FROUND_TO_NEAREST_INT))
-#define NJI_PUT_bf16_avx2(p, value)                                                                \
-    do {                                                                                           \
-        nji_float_avx2 rounded = (value);                                                          \
-        nji_put_bf16_avx2(p, &rounded);                                                            \
-    } while (0)
-#define NJI_PUT_bf16_avx512(p, value)                                                              \
-    do {                                                                                           \
-        nji_float_avx512 rounded = (value);                                                        \
-        nji_put_bf16_avx512(p, &rounded);                                                          \
-    } while (0)
+    _mm256_storeu_si256((__m256i *)(p),                                                            \
+                        _mm512_maskz_cvtps_ph(0xffff, (__m512)(value), _MM_FROUND_TO_NEAREST_INT))
+
+#define NJI_WIDEN_avx2(p)                                                                          \
+    ((nji_u32_avx2)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))))
+#define NJI_WIDEN_avx512(p)                                                                        \
+    ((nji_u32_avx512)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i *)(p))))
+/* Packing works by 128 bits: of four quarters, the first and the third are wanted. */
+#define NJI_NARROW_avx2(p, bits)                                                                   \
+    _mm_storeu_si128((__m128i *)(p),                                                               \
+                     _mm256_castsi256_si128(_mm256_permute4x64_epi64(                              \
+                         _mm256_packus_epi32((__m256i)(bits), (__m256i)(bits)), 0xd8)))
+#define NJI_NARROW_avx512(p, bits)                                                                 \
+    _mm256_storeu_si256((__m256i *)(p), _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)(bits)))
+
+#define NJI_GET_bf16_avx2(p) ((nji_float_avx2)(NJI_WIDEN_avx2(p) << 16))
+#define NJI_GET_bf16_avx512(p) ((nji_float_avx512)(NJI_WIDEN_avx512(p) << 16))
+#define NJI_PUT_bf16_avx2(p, value) NJI_PUT_BF16(avx2, p, value)
+#define NJI_PUT_bf16_avx512(p, value) NJI_PUT_BF16(avx512, p, value)
 
 /* nji_bf16_from_f32 on every lane. (AVX512-BF16's own instruction takes subnormals for zero.) */
-NJI_TARGET_AVX2 static NJI_ALWAYS_INLINE void nji_put_bf16_avx2(nji_bf16 *to,
-                                                                const nji_float_avx2 *from) {
-    __m256 value = (__m256)*from;
-    __m256i bits = _mm256_castps_si256(value), high = _mm256_srli_epi32(bits, 16);
-    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-    __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-    __m256i near = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
-    __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
-    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    near = _mm256_blendv_epi8(near, quiet, is_nan);
-    near = _mm256_permute4x64_epi64(_mm256_packus_epi32(near, near), 0xd8); /* packs by 128 bits */
-    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(near));
-}
-
-NJI_TARGET_AVX512 static NJI_ALWAYS_INLINE void nji_put_bf16_avx512(nji_bf16 *to,
-                                                                    const nji_float_avx512 *from) {
-    __m512 value = (__m512)*from;
-    __m512i bits = _mm512_castps_si512(value), high = _mm512_srli_epi32(bits, 16);
-    __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
-    __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-    __m512i near = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
-    __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    near = _mm512_mask_or_epi32(near, is_nan, high, _mm512_set1_epi32(0x40));
-    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(near));
-}
+#define NJI_PUT_BF16(isa, p, value)                                                                \
+    do {                                                                                           \
+        nji_float_##isa wide = (value);                                                            \
+        nji_u32_##isa bits = (nji_u32_##isa)wide, high = bits >> 16;                               \
+        nji_u32_##isa is_nan = (nji_u32_##isa)(wide != wide);                                      \
+        nji_u32_##isa near = (bits + 0x7fffu + (high & 1u)) >> 16;                                 \
+        near = (near & ~is_nan) | ((high | 0x40u) & is_nan);                                       \
+        NJI_NARROW_##isa(p, near);                                                                 \
+    } while (0)
 #endif
 
 /* The k-th vector of a tile of columns, in one row of the backward pass. */
@@ -360,11 +357,14 @@ NJI_TARGET_AVX512 static NJI_ALWAYS_INLINE void nji_put_bf16_avx512(nji_bf16 *to
         real *a = (real *)to;                                                                      \
         const real *b = (const real *)from;                                                        \
         int64_t c = 0;                                                                             \
-        for (; c + lanes <= cols; c += lanes) NJI_AT(vec, a + c) += NJI_READ(vec, b + c);          \
-        for (; c < cols; c++) a[c] += b[c];                                                        \
+        for (; c + lanes <= cols; c += lanes)                                                      \
+            NJI_AT(vec, a + c) += NJI_READ(vec, b + c);                                            \
+        for (; c < cols; c++)                                                                      \
+            a[c] += b[c];                                                                          \
     }                                                                                              \
                                                                                                    \
-    TARGET static void nji_host_add_wide_##real##_##isa(double *to, const void *from, int64_t cols) { \
+    TARGET static void nji_host_add_wide_##real##_##isa(double *to, const void *from,              \
+                                                        int64_t cols) {                            \
         const real *b = (const real *)from;                                                        \
         int64_t c;                                                                                 \
         for (c = 0; c + 4 <= cols; c += 4) {                                                       \
@@ -373,17 +373,18 @@ NJI_TARGET_AVX512 static NJI_ALWAYS_INLINE void nji_put_bf16_avx512(nji_bf16 *to
             to[c + 2] += (double)b[c + 2];                                                         \
             to[c + 3] += (double)b[c + 3];                                                         \
         }                                                                                          \
-        for (; c < cols; c++) to[c] += (double)b[c];                                               \
+        for (; c < cols; c++)                                                                      \
+            to[c] += (double)b[c];                                                                 \
     }
 
-/* And this is the arithmetic, for rows of one element type. Columns go by four vectors or two, then by
-   one, then one by one: where a column falls depends on its place alone. */
+/* And this is the arithmetic, for rows of one element type. Columns go by four vectors or two, then
+   by one, then one by one: where a column falls depends on its place alone. */
 #define NJI_HOST_MATH(isa, TARGET, elem, real, lanes)                                              \
     TARGET static void nji_host_sum_##elem##_##isa(nji_host_panel *panel, int64_t cols) {          \
         typedef nji_##real##_##isa vec;                                                            \
         int r;                                                                                     \
         for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_##elem *x = (const nji_##elem *)panel->x[r];                                 \
+            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
             vec a = {0}, b = {0}, d = {0}, e = {0};                                                \
             real rest = 0;                                                                         \
             int64_t c = 0;                                                                         \
@@ -393,8 +394,10 @@ NJI_TARGET_AVX512 static NJI_ALWAYS_INLINE void nji_put_bf16_avx512(nji_bf16 *to
                 d += NJI_GET_##elem##_##isa(x + c + 2 * lanes);                                    \
                 e += NJI_GET_##elem##_##isa(x + c + 3 * lanes);                                    \
             }                                                                                      \
-            for (; c + lanes <= cols; c += lanes) a += NJI_GET_##elem##_##isa(x + c);              \
-            for (; c < cols; c++) rest += NJI_GET1_##elem(x + c);                                  \
+            for (; c + lanes <= cols; c += lanes)                                                  \
+                a += NJI_GET_##elem##_##isa(x + c);                                                \
+            for (; c < cols; c++)                                                                  \
+                rest += NJI_GET1_##elem(x + c);                                                    \
             a = (a + b) + (d + e);                                                                 \
             panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                     \
         }                                                                                          \
@@ -404,12 +407,13 @@ NJI_TARGET_AVX512 static NJI_ALWAYS_INLINE void nji_put_bf16_avx512(nji_bf16 *to
         typedef nji_##real##_##isa vec;                                                            \
         int r;                                                                                     \
         for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_##elem *x = (const nji_##elem *)panel->x[r];                                 \
+            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
             real center = (real)panel->center[r], rest = 0, rest2 = 0;                             \
             vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                              \
             int64_t c = 0;                                                                         \
             for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                        \
-                vec d = NJI_GET_##elem##_##isa(x + c) - center, e = NJI_GET_##elem##_##isa(x + c + lanes) - center; \
+                vec d = NJI_GET_##elem##_##isa(x + c) - center,                                    \
+                    e = NJI_GET_##elem##_##isa(x + c + lanes) - center;                            \
                 a += d;                                                                            \
                 a2 += d * d;                                                                       \
                 b += e;                                                                            \
@@ -432,33 +436,40 @@ NJI_TARGET_AVX512 static NJI_ALWAYS_INLINE void nji_put_bf16_avx512(nji_bf16 *to
         }                                                                                          \
     }                                                                                              \
                                                                                                    \
-    TARGET static void nji_host_forward_##elem##_##isa(const nji_host_panel *panel, int64_t cols) { \
+    TARGET static void nji_host_forward_##elem##_##isa(const nji_host_panel *panel,                \
+                                                       int64_t cols) {                             \
         typedef nji_##real##_##isa vec;                                                            \
         const real *gamma = (const real *)panel->gamma, *beta = (const real *)panel->beta;         \
         int r;                                                                                     \
         for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_##elem *x = (const nji_##elem *)panel->x[r];                                 \
-            nji_##elem *y = (nji_##elem *)panel->out[r];                                           \
+            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
+            nji_stored_##elem *y = (nji_stored_##elem *)panel->out[r];                             \
             real center = (real)panel->center[r], shift = (real)panel->shift[r];                   \
             real rstd = (real)panel->rstd[r];                                                      \
             int64_t c = 0;                                                                         \
             for (; c + lanes <= cols; c += lanes) {                                                \
                 vec h = (NJI_GET_##elem##_##isa(x + c) - center) * rstd + shift;                   \
                 NJI_PREFETCH((const char *)(x + c) + panel->ahead);                                \
-                NJI_PUT_##elem##_##isa(y + c, h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c)); \
+                NJI_PUT_##elem##_##isa(y + c,                                                      \
+                                       h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c));    \
             }                                                                                      \
             for (; c < cols; c++)                                                                  \
-                NJI_PUT1_##elem(y + c, ((NJI_GET1_##elem(x + c) - center) * rstd + shift) * gamma[c] + beta[c]); \
+                NJI_PUT1_##elem(y + c,                                                             \
+                                ((NJI_GET1_##elem(x + c) - center) * rstd + shift) * gamma[c] +    \
+                                    beta[c]);                                                      \
         }                                                                                          \
     }                                                                                              \
                                                                                                    \
-    TARGET static void nji_host_backward_sums_##elem##_##isa(nji_host_panel *panel, int64_t cols) { \
+    TARGET static void nji_host_backward_sums_##elem##_##isa(nji_host_panel *panel,                \
+                                                             int64_t cols) {                       \
         typedef nji_##real##_##isa vec;                                                            \
         const real *gamma = (const real *)panel->gamma;                                            \
         int r;                                                                                     \
         for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_##elem *x = (const nji_##elem *)panel->x[r], *dy = (const nji_##elem *)panel->dy[r]; \
-            real center = (real)panel->center[r], rstd = (real)panel->rstd[r], rest = 0, rest2 = 0; \
+            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r],                   \
+                                    *dy = (const nji_stored_##elem *)panel->dy[r];                 \
+            real center = (real)panel->center[r], rstd = (real)panel->rstd[r], rest = 0,           \
+                 rest2 = 0;                                                                        \
             vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                              \
             int64_t c = 0;                                                                         \
             for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                        \
@@ -509,8 +520,13 @@ NJI_TARGET_AVX512 static NJI_ALWAYS_INLINE void nji_put_bf16_avx512(nji_bf16 *to
             NJI_HOST_OPEN(vec, 2, lanes)                                                           \
             NJI_HOST_OPEN(vec, 3, lanes)                                                           \
             NJI_HOST_BACKWARD_ROWS(                                                                \
-                nji_##elem, real, NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa) NJI_HOST_STEP(vec, 1, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa) \
-                          NJI_HOST_STEP(vec, 2, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa) NJI_HOST_STEP(vec, 3, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)) \
+                nji_stored_##elem, real,                                                           \
+                NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)       \
+                    NJI_HOST_STEP(vec, 1, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)   \
+                        NJI_HOST_STEP(vec, 2, lanes, NJI_GET_##elem##_##isa,                       \
+                                      NJI_PUT_##elem##_##isa)                                      \
+                            NJI_HOST_STEP(vec, 3, lanes, NJI_GET_##elem##_##isa,                   \
+                                          NJI_PUT_##elem##_##isa))                                 \
             NJI_HOST_CLOSE(vec, 0, lanes)                                                          \
             NJI_HOST_CLOSE(vec, 1, lanes)                                                          \
             NJI_HOST_CLOSE(vec, 2, lanes)                                                          \
@@ -518,12 +534,15 @@ NJI_TARGET_AVX512 static NJI_ALWAYS_INLINE void nji_put_bf16_avx512(nji_bf16 *to
         }                                                                                          \
         for (; c + lanes <= cols; c += lanes) {                                                    \
             NJI_HOST_OPEN(vec, 0, lanes)                                                           \
-            NJI_HOST_BACKWARD_ROWS(nji_##elem, real, NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)) \
+            NJI_HOST_BACKWARD_ROWS(                                                                \
+                nji_stored_##elem, real,                                                           \
+                NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa))      \
             NJI_HOST_CLOSE(vec, 0, lanes)                                                          \
         }                                                                                          \
         for (; c < cols; c++) {                                                                    \
             NJI_HOST_OPEN(real, 0, 1)                                                              \
-            NJI_HOST_BACKWARD_ROWS(nji_##elem, real, NJI_HOST_STEP(real, 0, 1, NJI_GET1_##elem, NJI_PUT1_##elem)) \
+            NJI_HOST_BACKWARD_ROWS(nji_stored_##elem, real,                                        \
+                                   NJI_HOST_STEP(real, 0, 1, NJI_GET1_##elem, NJI_PUT1_##elem))    \
             NJI_HOST_CLOSE(real, 0, 1)                                                             \
         }                                                                                          \
     }                                                                                              \
@@ -534,35 +553,39 @@ NJI_TARGET_AVX512 static NJI_ALWAYS_INLINE void nji_put_bf16_avx512(nji_bf16 *to
     TARGET static void nji_host_params_##elem##_##isa(const nji_host_panel *panel, int64_t cols) { \
         nji_host_backward_##elem##_##isa(panel, cols, 0, 1);                                       \
     }                                                                                              \
-    TARGET static void nji_host_dx_params_##elem##_##isa(const nji_host_panel *panel, int64_t cols) { \
+    TARGET static void nji_host_dx_params_##elem##_##isa(const nji_host_panel *panel,              \
+                                                         int64_t cols) {                           \
         nji_host_backward_##elem##_##isa(panel, cols, 1, 1);                                       \
-    }                                                                                              \
+    }
 
 #define NJI_HOST_MATH_TABLE(isa, elem)                                                             \
     {                                                                                              \
-        nji_host_sum_##elem##_##isa, nji_host_moments_##elem##_##isa, nji_host_forward_##elem##_##isa, \
-            nji_host_backward_sums_##elem##_##isa, nji_host_dx_##elem##_##isa,                     \
-            nji_host_params_##elem##_##isa, nji_host_dx_params_##elem##_##isa                      \
+        nji_host_sum_##elem##_##isa, nji_host_moments_##elem##_##isa,                              \
+            nji_host_forward_##elem##_##isa, nji_host_backward_sums_##elem##_##isa,                \
+            nji_host_dx_##elem##_##isa, nji_host_params_##elem##_##isa,                            \
+            nji_host_dx_params_##elem##_##isa                                                      \
     }
 
 /* Packed rows of 16-bit elements from and to float. */
 #define NJI_HOST_ROWS_OF(isa, TARGET, elem, lanes)                                                 \
     TARGET static void nji_host_load_##elem##_##isa(const void *from, void *to, int64_t count) {   \
-        const nji_##elem *in = (const nji_##elem *)from;                                           \
+        const nji_stored_##elem *in = (const nji_stored_##elem *)from;                             \
         float *out = (float *)to;                                                                  \
         int64_t i = 0;                                                                             \
         for (; i + lanes <= count; i += lanes)                                                     \
             NJI_AT(nji_float_##isa, out + i) = NJI_GET_##elem##_##isa(in + i);                     \
-        for (; i < count; i++) out[i] = NJI_GET1_##elem(in + i);                                   \
+        for (; i < count; i++)                                                                     \
+            out[i] = NJI_GET1_##elem(in + i);                                                      \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_store_##elem##_##isa(const void *from, void *to, int64_t count) {  \
         const float *in = (const float *)from;                                                     \
-        nji_##elem *out = (nji_##elem *)to;                                                        \
+        nji_stored_##elem *out = (nji_stored_##elem *)to;                                          \
         int64_t i = 0;                                                                             \
         for (; i + lanes <= count; i += lanes)                                                     \
             NJI_PUT_##elem##_##isa(out + i, NJI_READ(nji_float_##isa, in + i));                    \
-        for (; i < count; i++) NJI_PUT1_##elem(out + i, in[i]);                                    \
+        for (; i < count; i++)                                                                     \
+            NJI_PUT1_##elem(out + i, in[i]);                                                       \
     }
 
 /* ---- instruction sets ----------------------------------------------------------------------- */
@@ -573,10 +596,10 @@ typedef void (*nji_host_row_copy)(const void *from, void *to, int64_t count);
 typedef struct nji_host_isa {
     const char *name;
     int vector_bytes;
-    nji_host_math math[NJ_F64 + 1];                       /* all NULL: convert to float first */
-    void (*add[2])(void *to, const void *from, int64_t cols);          /* to += from */
-    void (*add_wide[2])(double *to, const void *from, int64_t cols);   /* the same into double */
-    nji_host_row_copy load[NJ_F64 + 1], store[NJ_F64 + 1]; /* packed, from and to float; may be NULL */
+    nji_host_math math[NJ_F64 + 1];                           /* all NULL: convert to float first */
+    void (*add[2])(void *to, const void *from, int64_t cols); /* to += from */
+    void (*add_wide[2])(double *to, const void *from, int64_t cols); /* the same */
+    nji_host_row_copy load[NJ_F64 + 1], store[NJ_F64 + 1]; /* from, to float; may be NULL */
     nji_host_row_copy stream;                              /* bytes, past the caches; may be NULL */
 } nji_host_isa;
 
@@ -615,7 +638,7 @@ NJI_TARGET_AVX2 static void nji_host_stream(const void *from, void *to, int64_t 
     memcpy(out + i, in + i, (size_t)(count - i));
 }
 
-#define NJI_HOST_ISA(isa, name, TARGET, lanes, wide_lanes, pieces)                                 \
+#define NJI_HOST_ISA(isa, TARGET, text, lanes, wide_lanes, pieces)                                 \
     NJI_HOST_ADDS(isa, TARGET, float, lanes, pieces)                                               \
     NJI_HOST_ADDS(isa, TARGET, double, wide_lanes, pieces)                                         \
     NJI_HOST_MATH(isa, TARGET, f16, float, lanes)                                                  \
@@ -626,8 +649,8 @@ NJI_TARGET_AVX2 static void nji_host_stream(const void *from, void *to, int64_t 
     NJI_HOST_ROWS_OF(isa, TARGET, bf16, lanes)                                                     \
                                                                                                    \
     static const nji_host_isa nji_host_##isa = {                                                   \
-        name,                                                                                      \
-        (lanes) * 4,                                                                               \
+        text,                                                                                      \
+        16 * pieces,                                                                               \
         {NJI_HOST_NO_MATH, NJI_HOST_MATH_TABLE(isa, f16), NJI_HOST_MATH_TABLE(isa, bf16),          \
          NJI_HOST_MATH_TABLE(isa, f32), NJI_HOST_MATH_TABLE(isa, f64)},                            \
         {nji_host_add_float_##isa, nji_host_add_double_##isa},                                     \
@@ -636,8 +659,8 @@ NJI_TARGET_AVX2 static void nji_host_stream(const void *from, void *to, int64_t 
         {NULL, nji_host_store_f16_##isa, nji_host_store_bf16_##isa, NULL, NULL},                   \
         nji_host_stream};
 
-NJI_HOST_ISA(avx2, "AVX2", NJI_TARGET_AVX2, 8, 4, 2)
-NJI_HOST_ISA(avx512, "AVX-512", NJI_TARGET_AVX512, 16, 8, 4)
+NJI_HOST_ISA(avx2, NJI_TARGET_AVX2, "AVX2", 8, 4, 2)
+NJI_HOST_ISA(avx512, NJI_TARGET_AVX512, "AVX-512", 16, 8, 4)
 #endif
 
 /* Every processor with AVX2 and FMA has F16C too. */
@@ -669,7 +692,7 @@ typedef struct nji_host_view {
     const nji_host_type *type;
     int dtype;
     int packed_cols; /* unit-stride columns */
-    int direct;      /* and of the panel's type (gamma, beta: of the arithmetic's): used in place */
+    int direct;      /* used in place: also of the panel's type (gamma, beta: the arithmetic's) */
     int along_rows;  /* neighbouring rows lie closer than neighbouring columns */
 } nji_host_view;
 
@@ -698,15 +721,15 @@ typedef struct nji_host_work {
     int64_t offset[NJI_HOST_ROWS]; /* of the rows of the operand in hand; elements */
     int64_t row;                   /* first row of the panel */
     int rows;
-    int64_t param_col;             /* columns of gamma and beta that are loaded; -1: none */
+    int64_t param_col; /* columns of gamma and beta that are loaded; -1: none */
     NJI_CACHE_ALIGNED
     double x[NJI_HOST_BUFFER_BYTES / 8], other[NJI_HOST_BUFFER_BYTES / 8]; /* other: dy, then out */
     double gamma[NJI_HOST_CHUNK_BYTES / 8], beta[NJI_HOST_CHUNK_BYTES / 8];
 } nji_host_work;
 
-static const int64_t nji_host_count[NJI_HOST_ROWS] = {
-    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
-    16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+static const int64_t nji_host_count[NJI_HOST_ROWS] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
+                                                      11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+                                                      22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
 
 /* Offsets of `count` rows from `row` on. */
 static void nji_host_row_offsets(const nji_problem *problem, const long long *stride, int64_t row,
@@ -715,7 +738,8 @@ static void nji_host_row_offsets(const nji_problem *problem, const long long *st
     int d, r;
     if (problem->row_dims <= 1) {
         int64_t step = problem->row_dims ? stride[0] : 0;
-        for (r = 0; r < count; r++) offset[r] = (row + r) * step;
+        for (r = 0; r < count; r++)
+            offset[r] = (row + r) * step;
         return;
     }
     for (d = problem->row_dims - 1; d >= 0; d--) {
@@ -734,8 +758,8 @@ static void nji_host_row_offsets(const nji_problem *problem, const long long *st
     }
 }
 
-/* The columns from `col` on, at most `count`, that are evenly spaced: how many, where the first lies
-   and how far apart they are (elements). */
+/* The columns from `col` on, at most `count`, that are evenly spaced: how many, where the first
+   lies and how far apart they are (elements). */
 static int64_t nji_host_col_run(const nji_problem *problem, const long long *stride, int64_t col,
                                 int64_t count, int64_t *offset, int64_t *step) {
     const long long *extent = problem->extent + problem->row_dims;
@@ -755,18 +779,20 @@ static int64_t nji_host_col_run(const nji_problem *problem, const long long *str
     return nji_min_i64(count, extent[last] - within);
 }
 
-/* Copies a panel of the operand (work->offset: its rows) into `buffer`, as float or double. */
+/* Copies a panel of the operand into `buffer`, as float or double. offset: its rows (elements). */
 static void nji_host_load(const nji_host_job *job, const nji_host_view *view, const int64_t *offset,
                           int rows, int64_t col, int64_t count, void *buffer) {
     nji_host_copy copy = view->type->load[job->wide];
     nji_host_row_copy fast = job->wide ? NULL : job->isa->load[view->dtype];
     int64_t row_at[NJI_HOST_ROWS], done, run, from, step;
     int r;
-    for (r = 0; r < rows; r++) row_at[r] = r * job->pitch;
+    for (r = 0; r < rows; r++)
+        row_at[r] = r * job->pitch;
     for (done = 0; done < count; done += run) {
         char *to = (char *)buffer + done * job->real_size;
         const char *base;
-        run = nji_host_col_run(job->problem, view->col_stride, col + done, count - done, &from, &step);
+        run = nji_host_col_run(job->problem, view->col_stride, col + done, count - done, &from,
+                               &step);
         base = view->data + from * view->type->size;
         if (!fast || step != 1) {
             copy(base, offset, step, to, row_at, 1, rows, run, view->along_rows);
@@ -778,17 +804,20 @@ static void nji_host_load(const nji_host_job *job, const nji_host_view *view, co
 }
 
 /* The way back. */
-static void nji_host_store(const nji_host_job *job, const nji_host_view *view, const int64_t *offset,
-                           int rows, int64_t col, int64_t count, const void *buffer) {
+static void nji_host_store(const nji_host_job *job, const nji_host_view *view,
+                           const int64_t *offset, int rows, int64_t col, int64_t count,
+                           const void *buffer) {
     nji_host_copy copy = view->type->store[job->wide];
     nji_host_row_copy fast = job->wide ? NULL : job->isa->store[view->dtype];
     int64_t row_at[NJI_HOST_ROWS], done, run, to, step;
     int r;
-    for (r = 0; r < rows; r++) row_at[r] = r * job->pitch;
+    for (r = 0; r < rows; r++)
+        row_at[r] = r * job->pitch;
     for (done = 0; done < count; done += run) {
         const char *from = (const char *)buffer + done * job->real_size;
         char *base;
-        run = nji_host_col_run(job->problem, view->col_stride, col + done, count - done, &to, &step);
+        run =
+            nji_host_col_run(job->problem, view->col_stride, col + done, count - done, &to, &step);
         base = view->data + to * view->type->size;
         if (!fast || step != 1) {
             copy(from, row_at, 1, base, offset, step, rows, run, view->along_rows);
@@ -811,9 +840,9 @@ static void nji_host_fetch(const nji_host_job *job, nji_host_work *work, const n
                               : (char *)buffer + (r - begin) * job->pitch * job->panel_size;
 }
 
-/* A chunk of gamma or beta, in place or in `buffer`, which holds what stands in for an absent one. */
-static const void *nji_host_fetch_param(const nji_host_job *job, const nji_host_view *view, int64_t col,
-                                        int64_t count, void *buffer) {
+/* A chunk of gamma or beta: in place, or in `buffer`, which holds 1 or 0 for an absent one. */
+static const void *nji_host_fetch_param(const nji_host_job *job, const nji_host_view *view,
+                                        int64_t col, int64_t count, void *buffer) {
     int64_t zero = 0;
     if (view->direct) return view->data + col * job->real_size;
     if (view->data) nji_host_load(job, view, &zero, 1, col, count, buffer);
@@ -828,7 +857,7 @@ static void nji_host_fetch_params(const nji_host_job *job, nji_host_work *work, 
     work->param_col = col;
 }
 
-/* Readies a thread's buffers: no columns of gamma and beta loaded, 1 and 0 where they are absent. */
+/* Readies a thread's buffers: no columns of gamma and beta loaded; 1 and 0 if they are absent. */
 static void nji_host_begin_work(const nji_host_job *job, nji_host_work *work) {
     int64_t count = nji_min_i64(job->chunk, job->cols), c;
     work->param_col = -1;
@@ -848,8 +877,8 @@ static int nji_host_one_chunk(const nji_host_job *job) {
     return job->cols <= job->chunk;
 }
 
-/* Bytes from a row of x in this panel to the same row of the next, when that is worth fetching early:
-   short rows leave memory idle in their last sweep, and their next panel is near. */
+/* Bytes from a row of x in this panel to the same row of the next, when that is worth fetching
+   early: short rows leave memory idle in their last sweep, and their next panel is near. */
 static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_work *work) {
     if (!job->x.direct || job->problem->row_dims != 1 || !nji_host_one_chunk(job)) return 0;
     if (work->row + 2 * job->group > job->rows) return 0;
@@ -865,7 +894,8 @@ static void nji_host_begin_out(const nji_host_job *job, nji_host_work *work, int
                                       : (char *)work->other + r * job->pitch * job->panel_size;
 }
 
-static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64_t col, int64_t count) {
+static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64_t col,
+                             int64_t count) {
     int r;
     if (job->stream_out) {
         for (r = 0; r < work->rows; r++)
@@ -875,7 +905,7 @@ static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64
         return;
     }
     if (job->add_to_out) {
-        for (r = 0; r < work->rows; r++) { /* x of this chunk is done with: its buffer takes dx's row */
+        for (r = 0; r < work->rows; r++) { /* x's buffer is free by now */
             nji_host_load(job, &job->out, work->offset + r, 1, col, count, work->x);
             job->isa->add[job->wide](work->panel.out[r], work->x, count);
         }
@@ -886,8 +916,8 @@ static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64
 
 /* ---- one part of the rows ------------------------------------------------------------------- */
 
-static void nji_host_read_stats(const nji_host_job *job, nji_host_work *work, const nji_operand *stat,
-                                double *value) {
+static void nji_host_read_stats(const nji_host_job *job, nji_host_work *work,
+                                const nji_operand *stat, double *value) {
     if (!stat->data) { /* dbeta alone: no statistic is given, none matters */
         memset(value, 0, (size_t)work->rows * sizeof *value);
         return;
@@ -897,21 +927,21 @@ static void nji_host_read_stats(const nji_host_job *job, nji_host_work *work, co
                                             work->rows, 1, 1);
 }
 
-static void nji_host_write_stats(const nji_host_job *job, nji_host_work *work, const nji_operand *stat,
-                                 const double *value) {
+static void nji_host_write_stats(const nji_host_job *job, nji_host_work *work,
+                                 const nji_operand *stat, const double *value) {
     if (!stat->data) return;
     nji_host_row_offsets(job->problem, stat->stride, work->row, work->rows, work->offset);
     nji_host_types[job->stat_dtype].store[1](value, nji_host_count, 0, stat->data, work->offset, 0,
                                              work->rows, 1, 1);
 }
 
-/* value in the type of the arithmetic */
+/* The value rounded to the type of the arithmetic. */
 static double nji_host_round(const nji_host_job *job, double value) {
     return job->wide ? value : (double)(float)value;
 }
 
-/* Takes `step` over the panel, chunk by chunk. Row by row where memory is read in place: that keeps to
-   few streams, which processors fetch ahead by themselves. `fetched`: by an earlier sweep. */
+/* Takes `step` over the panel, chunk by chunk. Row by row where memory is read in place: that keeps
+   to few streams, which processors fetch ahead by themselves. `fetched`: by an earlier sweep. */
 static void nji_host_sweep(const nji_host_job *job, nji_host_work *work,
                            void (*step)(nji_host_panel *, int64_t), int want_dy, int fetched) {
     nji_host_panel *panel = &work->panel;
@@ -935,13 +965,14 @@ static void nji_host_sweep(const nji_host_job *job, nji_host_work *work,
     panel->end = work->rows;
 }
 
-/* Mean and rstd of the panel's rows, by two sweeps: the second measures from the first's mean, which
-   corrects that mean and cancels nothing however large |mean| is against the deviation. */
+/* Mean and rstd of the panel's rows, by two sweeps: the second measures from the first's mean,
+   which corrects that mean and cancels nothing however large |mean| is against the deviation. */
 static void nji_host_row_stats(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
     double mean[NJI_HOST_ROWS], n = (double)job->cols;
     int r;
-    for (r = 0; r < work->rows; r++) panel->sum[r] = 0;
+    for (r = 0; r < work->rows; r++)
+        panel->sum[r] = 0;
     nji_host_sweep(job, work, job->math->sum, 0, 0);
     for (r = 0; r < work->rows; r++) {
         panel->center[r] = nji_host_round(job, panel->sum[r] / n);
@@ -983,7 +1014,8 @@ static void nji_host_row_means(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
     double n = (double)job->cols;
     int r;
-    for (r = 0; r < work->rows; r++) panel->sum[r] = panel->square[r] = 0;
+    for (r = 0; r < work->rows; r++)
+        panel->sum[r] = panel->square[r] = 0;
     nji_host_sweep(job, work, job->math->backward_sums, 1, 0);
     for (r = 0; r < work->rows; r++) {
         panel->mean_g[r] = panel->sum[r] / n;
@@ -1060,17 +1092,20 @@ static void nji_host_finish_param(const nji_host_job *job, const nji_host_view *
     int adds = (job->problem->accumulate & (which ? NJ_GRAD_DBETA : NJ_GRAD_DGAMMA)) != 0;
     int64_t zero = 0, part, done, run, at, step, c;
     if (!view->data || (adds && job->parts == 0)) return;
-    for (c = 0; c < count; c++) sum[c] = 0;
+    for (c = 0; c < count; c++)
+        sum[c] = 0;
     for (part = 0; part < job->parts; part++)
         job->isa->add_wide[job->wide](
             sum, job->partial + ((part * 2 + which) * job->cols + col) * job->real_size, count);
     for (done = 0; done < count; done += run) {
         char *base;
-        run = nji_host_col_run(job->problem, view->col_stride, col + done, count - done, &at, &step);
+        run =
+            nji_host_col_run(job->problem, view->col_stride, col + done, count - done, &at, &step);
         base = view->data + at * view->type->size;
         if (adds) {
             view->type->load[1](base, &zero, step, old, &zero, 1, 1, run, 0);
-            for (c = 0; c < run; c++) sum[done + c] += old[c];
+            for (c = 0; c < run; c++)
+                sum[done + c] += old[c];
         }
         view->type->store[1](sum + done, &zero, 1, base, &zero, step, 1, run, 0);
     }
@@ -1085,13 +1120,13 @@ static void nji_host_finish_cols(const nji_host_job *job, int64_t block) {
 
 /* ---- the two entries ------------------------------------------------------------------------ */
 
-/* How the rows are split for the parameter gradients. From the sizes alone: the split is part of the
-   result's bits. Workspace: at most 64 parts or 1 MiB, whichever is more, of 2*cols sums. */
+/* How the rows are split for the parameter gradients. From the sizes alone: the split is part of
+   the result's bits. Workspace: at most 64 parts or 1 MiB, whichever is more, of 2*cols sums. */
 static void nji_host_split(int64_t rows, int64_t cols, int64_t real_size, int64_t *part_rows,
                            int64_t *parts) {
     int64_t most = NJI_HOST_PARTIAL_BYTES / 2 / real_size / (cols > 0 ? cols : 1);
     *parts = rows / NJI_HOST_PART_ROWS;
-    if (*parts < 8) *parts = 8;
+    if (*parts < NJI_HOST_LEAST_PARTS) *parts = NJI_HOST_LEAST_PARTS;
     if (most < NJI_HOST_PARTS) most = NJI_HOST_PARTS;
     *parts = nji_min_i64(nji_min_i64(*parts, rows), most);
     *part_rows = *parts ? rows / *parts + (rows % *parts != 0) : 1;
@@ -1108,7 +1143,8 @@ static int64_t nji_host_workspace(const nj_desc *desc, int64_t rows, int64_t col
     if (desc->op != NJ_OP_LAYER_NORM_BACKWARD || !(desc->grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)))
         return 0;
     nji_host_split(rows, cols, nji_host_real_size(desc), &part_rows, &parts);
-    if (!nji_mul_i64(parts, 2 * nji_host_real_size(desc), &bytes) || !nji_mul_i64(bytes, cols, &bytes))
+    if (!nji_mul_i64(parts, 2 * nji_host_real_size(desc), &bytes) ||
+        !nji_mul_i64(bytes, cols, &bytes))
         return -1;
     return bytes;
 }
@@ -1117,8 +1153,8 @@ static int64_t nji_host_distance(int64_t stride) {
     return stride < 0 ? -stride : stride;
 }
 
-static nji_host_view nji_host_make_view(const nji_host_job *job, const nji_operand *operand, int dtype,
-                                        int is_wanted) {
+static nji_host_view nji_host_make_view(const nji_host_job *job, const nji_operand *operand,
+                                        int dtype, int is_wanted) {
     const nji_problem *problem = job->problem;
     int row_dims = problem->row_dims, col_dims = problem->col_dims;
     nji_host_view view;
@@ -1157,7 +1193,7 @@ static void nji_host_shape_job(nji_host_job *job) {
     int64_t width, panel, in_cache;
     int along_rows = job->x.along_rows || job->dy.along_rows || job->out.along_rows;
     /* where rows lie together, panels are tall: then memory is walked by whole cache lines */
-    job->chunk = NJI_HOST_CHUNK_BYTES / job->real_size / (along_rows ? 8 : 1);
+    job->chunk = NJI_HOST_CHUNK_BYTES / job->real_size / (along_rows ? 4 : 1);
     width = nji_min_i64(job->chunk, job->cols > 0 ? job->cols : 1);
     job->pitch = width + NJI_HOST_PAD_BYTES / job->panel_size;
     panel = !along_rows && width * job->panel_size <= NJI_HOST_SHORT_ROW ? NJI_HOST_SHORT_PANEL
@@ -1182,15 +1218,17 @@ static void nji_host_for_each(void (*task)(const nji_host_job *, int64_t), const
 #ifdef _OPENMP
     if (count > 1 && job->rows * job->cols >= NJI_HOST_PARALLEL_FROM) {
 #pragma omp parallel for schedule(dynamic)
-        for (i = 0; i < count; i++) task(job, i);
+        for (i = 0; i < count; i++)
+            task(job, i);
         return;
     }
 #endif
-    for (i = 0; i < count; i++) task(job, i);
+    for (i = 0; i < count; i++)
+        task(job, i);
 }
 
 /* Computes the problem; all is validated and desc has no defaults left. Needs no memory but the
-   workspace (16-byte aligned) and some 45 KB of stack per thread. */
+   workspace (16-byte aligned) and some 64 KB of stack per thread. */
 static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *workspace) {
     nji_host_job job;
     int is_forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
@@ -1206,7 +1244,8 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
     job.want_params = (grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)) != 0;
     job.add_to_out = (grads & problem->accumulate & NJ_GRAD_DX) != 0;
     /* dbeta alone comes without x: dy stands in for it, and what is made of it goes nowhere */
-    job.x = nji_host_make_view(&job, problem->x.data ? &problem->x : &problem->dy, (int)desc->dtype, 1);
+    job.x =
+        nji_host_make_view(&job, problem->x.data ? &problem->x : &problem->dy, (int)desc->dtype, 1);
     job.dy = nji_host_make_view(&job, &problem->dy, (int)desc->dtype, !is_forward);
     job.gamma = nji_host_make_view(&job, &problem->gamma, (int)desc->param_dtype, 1);
     job.beta = nji_host_make_view(&job, &problem->beta, (int)desc->param_dtype, is_forward);
@@ -1224,6 +1263,7 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
         nji_host_for_each(nji_host_finish_cols, &job, nji_ceil_div(job.cols, NJI_HOST_FINISH_COLS));
 }
 
+/* One line for nj_ctx_info. */
 static void nji_host_describe(char *text, size_t size) {
 #ifdef _OPENMP
     const char *threads = "OpenMP";

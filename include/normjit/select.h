@@ -55,7 +55,8 @@ static const nji_tuning nji_tuning_table[] = {
     {0, 2, 0, 768, 24, 32, 64, 1, 256, 1},
     {0, 2, 0, 1024, 32, 32, 64, 1, 256, 1},
     {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1},
-    {0, 2, 0, 12288, 24, 512, 0, 1, 512, 0},
+    {0, 2, 100, 98304, 24, 352, 0, 8, 384, 1},
+    {0, 2, 0, 12288, 32, 384, 0, 1, 384, 0},
     {0, 2, 90, 98304, 24, 512, 0, 8, 384, 1},
     {0, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 1},
     {0, 4, 0, 128, 4, 32, 256, 1, 1024, 1},
@@ -114,10 +115,18 @@ static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64
     return NULL;
 }
 
+/* Threads that one multiprocessor of an architecture can hold (CUDA programming guide, table of
+   compute capabilities). */
+static int nji_most_resident(int arch) {
+    if (arch < 80) return 1024;
+    return arch == 80 || (arch >= 90 && arch < 110) ? 2048 : 1536;
+}
+
 /* Cuts a row of cols columns as the tuning row says. */
-static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols, nji_choice *choice) {
+static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols, int arch,
+                        nji_choice *choice) {
     int64_t packs, slices;
-    int per_slice;
+    int per_slice, resident;
     choice->vec = 16 / (int)nj_dtype_size(desc->dtype);
     while (cols % choice->vec != 0) choice->vec /= 2;
     /* Narrow packs waste registers: there is no room for a second row. */
@@ -140,7 +149,8 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
         choice->lanes = nji_round_up((int)nji_ceil_div(per_slice, choice->chunks), 32);
         choice->threads = choice->lanes;
     }
-    choice->blocks = row->resident > choice->threads ? row->resident / choice->threads : 1;
+    resident = (int)nji_min_i64(row->resident, nji_most_resident(arch));
+    choice->blocks = resident > choice->threads ? resident / choice->threads : 1;
 }
 
 /* Rows that a block of the rows kernels works on at a time. */
@@ -230,7 +240,7 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     }
     if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
         const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
-        if (row) nji_cut_row(desc, row, cols, choice);
+        if (row) nji_cut_row(desc, row, cols, facts->arch, choice);
     }
     if (choice->family == NJI_SPLIT && (choice->forward || (desc->grads & NJ_GRAD_DX))) {
         /* 2 accumulators for each slice of some thousand elements: far from overflow. */
