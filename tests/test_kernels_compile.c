@@ -105,15 +105,14 @@ static void compile(nji_jit_request *request, nji_options *options, const char *
     NJ_FREE(source);
 }
 
-/* Bytes of local memory that a thread of the rows kernels may use, spills included. None where the
-   tables were tuned: sm_90, threads that cover the columns exactly. A few registers where a bound
-   must be checked for each access, or where another assembler deals with the same geometry; more in
-   rows of odd extent, which are read an element at a time. */
+/* Bytes of local memory that a thread of the rows kernels may use, spills included: none where it
+   covers the columns exactly. Some registers' worth where a bound must be checked for each access,
+   or where the assembler of sm_120 deals with the same geometry; more in the longest rows of a
+   cluster. */
 static long most_stack(int arch, int64_t cols, const nji_choice *choice) {
     int64_t covered = (int64_t)choice->slices * choice->lanes * choice->chunks * choice->vec;
-    if (choice->cluster) return 224;
-    if (choice->vec == 1) return 96;
-    return covered == cols && arch == 90 ? 0 : 48;
+    if (choice->cluster) return 160;
+    return covered == cols && arch < 120 ? 0 : 32;
 }
 
 /* The strided kernels wait for memory, not for a register more. */
