@@ -103,10 +103,9 @@ static void set(const char *variable, const char *value) {
 static int modules_before, contexts_before, programs_before, blocks_before;
 
 static int set_up(void **state) {
-    static const char *const variables[] = {"NJ_FAKE_FAIL",        "NJ_FAKE_DEVICES",
-                                            "NJ_FAKE_VERSION",     "NJ_FAKE_CC",
-                                            "NJ_FAKE_CAPTURING",   "NJ_FAKE_NVRTC_FAIL",
-                                            "NJ_FAKE_NVRTC_ARCHS", "NJ_FAKE_NVRTC_LOG"};
+    static const char *const variables[] = {
+        "NJ_FAKE_FAIL",      "NJ_FAKE_DEVICES",    "NJ_FAKE_VERSION",     "NJ_FAKE_CC",
+        "NJ_FAKE_CAPTURING", "NJ_FAKE_NVRTC_FAIL", "NJ_FAKE_NVRTC_ARCHS", "NJ_FAKE_NVRTC_LOG"};
     (void)state;
     for (size_t i = 0; i < COUNT_OF(variables); i++)
         unsetenv(variables[i]);
