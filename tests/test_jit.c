@@ -427,7 +427,7 @@ static void line_of(const char *command, char *line, size_t size) {
     assert_int_equal(pclose(pipe), 0);
 }
 
-static char self[1024]; /* this program */
+static char self[4096]; /* this program */
 
 static int print_wheel(void) {
     nji_nvrtc nvrtc;
