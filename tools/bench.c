@@ -118,6 +118,10 @@ static int rank_of(const problem *p) {
     return p->layout == CHANNELS_FIRST ? 3 : 2;
 }
 
+static nj_dtype stat_dtype(const problem *p) {
+    return p->dtype == NJ_F64 ? NJ_F64 : NJ_F32;
+}
+
 /* Whether a whole dy must be read: the elementwise kernel then adds, else it copies. */
 static int reads_dy(const problem *p) {
     return p->op == BACKWARD && p->layout != BROADCAST_DY;
@@ -273,25 +277,26 @@ static int64_t full_count(const problem *p) {
     return count;
 }
 
+/* Of x's shape, but with that many columns; packed. */
+static nj_tensor view(const problem *p, void *data, int64_t cols) {
+    int64_t extents[3];
+    extents[0] = p->outer;
+    extents[1] = cols;
+    extents[2] = p->inner;
+    return nj_packed(data, rank_of(p), extents);
+}
+
 static nj_tensor take_full(machine *m, char **at, const problem *p) {
-    int64_t shape[3], count = full_count(p);
-    nj_tensor tensor;
-    shape[0] = p->outer;
-    shape[1] = p->cols;
-    shape[2] = p->inner;
-    tensor = nj_packed(take(m, at, p->dtype, count), rank_of(p), shape);
+    int64_t count = full_count(p);
+    nj_tensor tensor = view(p, take(m, at, p->dtype, count), p->cols);
     tensor.count = count;
     if (p->layout == PADDED) tensor.stride[0] += PAD;
     if (p->layout == MISALIGNED) tensor.offset = 1;
     return tensor;
 }
 
-static nj_tensor take_stat(machine *m, char **at, const problem *p, nj_dtype dtype) {
-    int64_t shape[3];
-    shape[0] = p->outer;
-    shape[1] = 1;
-    shape[2] = p->inner;
-    return nj_packed(take(m, at, dtype, rows_of(p)), rank_of(p), shape);
+static nj_tensor take_stat(machine *m, char **at, const problem *p) {
+    return view(p, take(m, at, stat_dtype(p), rows_of(p)), 1);
 }
 
 static nj_tensor take_param(machine *m, char **at, const problem *p) {
@@ -299,11 +304,10 @@ static nj_tensor take_param(machine *m, char **at, const problem *p) {
 }
 
 static void operands_fill_set(machine *m, const problem *p, operands *o, int set) {
-    const nj_dtype stat_dtype = p->dtype == NJ_F64 ? NJ_F64 : NJ_F32;
     nj_args *a = &o->args[set];
     char *at = machine_alloc(m, 3 * tensor_bytes(p->dtype, full_count(p)) +
                                     4 * tensor_bytes(p->dtype, p->cols) +
-                                    2 * tensor_bytes(stat_dtype, rows_of(p)));
+                                    2 * tensor_bytes(stat_dtype(p), rows_of(p)));
     o->memory[set] = at;
     a->x = nj_as_const(take_full(m, &at, p));
     a->dy = nj_as_const(take_full(m, &at, p));
@@ -313,8 +317,8 @@ static void operands_fill_set(machine *m, const problem *p, operands *o, int set
     a->beta = nj_as_const(take_param(m, &at, p));
     a->dgamma = take_param(m, &at, p);
     a->dbeta = take_param(m, &at, p);
-    a->mean = take_stat(m, &at, p, stat_dtype);
-    a->rstd = take_stat(m, &at, p, stat_dtype);
+    a->mean = take_stat(m, &at, p);
+    a->rstd = take_stat(m, &at, p);
 }
 
 /* Sets: an odd number, so that two kernels taking turns over them change sets each time. */
