@@ -370,15 +370,13 @@ static void run_norm(machine *m, const operands *o, int set) {
 static void host_add(const uint32_t *x, const uint32_t *dy, uint32_t *out, int64_t words) {
     int64_t i;
     PARALLEL_SIMD
-    for (i = 0; i < words; i++)
-        out[i] = x[i] + dy[i];
+    for (i = 0; i < words; i++) out[i] = x[i] + dy[i];
 }
 
 static void host_copy(const uint32_t *x, uint32_t *out, int64_t words) {
     int64_t i;
     PARALLEL_SIMD
-    for (i = 0; i < words; i++)
-        out[i] = x[i];
+    for (i = 0; i < words; i++) out[i] = x[i];
 }
 
 static void host_roofline(const problem *p, const operands *o, int set) {
@@ -387,8 +385,8 @@ static void host_roofline(const problem *p, const operands *o, int set) {
     if (!reads_dy(p)) {
         host_copy((const uint32_t *)a->x.data, (uint32_t *)a->y.data, words);
     } else {
-        host_add((const uint32_t *)a->x.data, (const uint32_t *)a->dy.data, (uint32_t *)a->dx.data,
-                 words);
+        host_add((const uint32_t *)a->x.data, (const uint32_t *)a->dy.data,
+                 (uint32_t *)a->dx.data, words);
     }
 }
 
