@@ -1031,17 +1031,17 @@ typedef struct nji_tuning {
 /* Measured reasons: ptx_src/DIARY.md. */
 static const nji_tuning nji_tuning_table[] = {
     /* fwd bytes arch max_cols elements lanes threads slices resident prefetch */
-    {1, 2, 80, 256, 8, 32, 128, 1, 1536, 0}, /* sm_75 holds 1024 threads */
+    {1, 2, 0, 256, 8, 32, 128, 1, 1536, 0},
     {1, 2, 90, 1024, 32, 32, 256, 1, 1024, 0},
     {1, 2, 0, 1024, 32, 32, 256, 1, 768, 0},
     {1, 2, 0, 16384, 32, 512, 0, 1, 1024, 0},
     {1, 2, 90, 65536, 16, 512, 0, 8, 1024, 0},
     {1, 2, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
     {1, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
-    {1, 4, 80, 128, 4, 32, 128, 1, 1536, 0},
-    {1, 4, 0, 1024, 32, 32, 256, 1, 768, 0},
+    {1, 4, 0, 128, 4, 32, 128, 1, 1536, 0},
+    {1, 4, 0, 512, 16, 32, 256, 1, 1024, 0},
     {1, 4, 0, 8192, 16, 512, 0, 1, 1024, 0},
-    {1, 4, 0, 16384, 32, 512, 0, 1, 512, 0},
+    {1, 4, 0, 16384, 32, 512, 0, 1, 1024, 0},
     {1, 4, 90, 65536, 16, 512, 0, 8, 1024, 0},
     {1, 4, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
     {1, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
@@ -1050,7 +1050,9 @@ static const nji_tuning nji_tuning_table[] = {
     {1, 8, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
     {0, 2, 0, 256, 8, 32, 256, 1, 1024, 0},
     {0, 2, 0, 768, 24, 32, 64, 1, 256, 1},
-    {0, 2, 0, 1024, 32, 32, 64, 1, 256, 1},
+    {0, 2, 0, 1024, 16, 512, 0, 1, 512, 1},
+    {0, 2, 0, 4096, 24, 512, 0, 1, 384, 1},
+    {0, 2, 0, 6144, 16, 512, 0, 1, 384, 1},
     {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1},
     {0, 2, 100, 98304, 24, 352, 0, 8, 384, 1},
     {0, 2, 0, 12288, 32, 384, 0, 1, 384, 0},
@@ -3776,7 +3778,7 @@ static nj_status nji_jit_open(nji_jit *jit, const nj_ctx_desc *desc, const char 
 }
 
 /* ==== kernels =================================================================================== */
-#define NJI_PROGRAM_ROWS_HASH 0xe7d5bdf77cbfd509ull
+#define NJI_PROGRAM_ROWS_HASH 0xb1a830bd1b35354aull
 static const char *const nji_program_rows[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -3990,13 +3992,9 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "}\n",
     "#endif\n",
-    "NJI_INLINE void nji_release_next() {\n",
+    "NJI_INLINE void nji_begin() {\n",
     "#if __CUDA_ARCH__ >= 900\n",
     "asm volatile(\"griddepcontrol.launch_dependents;\" ::: \"memory\");\n",
-    "#endif\n",
-    "}\n",
-    "NJI_INLINE void nji_wait_previous() {\n",
-    "#if __CUDA_ARCH__ >= 900\n",
     "asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n",
     "#endif\n",
     "}\n",
@@ -4215,6 +4213,7 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "#if NJI_SLICES == 1 || NJI_CLUSTER\n",
     "NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "int turn = 0;\n",
     "nji_meet();\n",
@@ -4234,6 +4233,7 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "#else\n",
     "NJI_KERNEL nj_split_forward_sums(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "nji_real *sums = (nji_real *)p.sums;\n",
     "int turn = 0;\n",
@@ -4249,6 +4249,7 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "}\n",
     "NJI_KERNEL nj_split_forward_write(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "for (nji_i64 row = place.first; row < p.rows; row += place.step) {\n",
     "const nji_real *sums = (const nji_real *)p.sums + row * NJI_SLICES * 2;\n",
@@ -4396,7 +4397,6 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "NJI_INLINE void nji_write_parts(const nji_problem &p, const nji_place &place,\n",
     "nji_gradients &gradients) {\n",
-    "nji_release_next();\n",
     "if (NJI_WANT_DGAMMA) nji_write_part(p, place, gradients.gamma, 0);\n",
     "if (NJI_WANT_DBETA) nji_write_part(p, place, gradients.beta, 1);\n",
     "}\n",
@@ -4411,6 +4411,7 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "#if NJI_SLICES == 1 || NJI_CLUSTER\n",
     "NJI_KERNEL nj_rows_backward(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "nji_real gamma[NJI_CHUNKS][NJI_VEC];\n",
     "nji_gradients gradients;\n",
@@ -4436,6 +4437,7 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "#else\n",
     "NJI_KERNEL nj_split_backward_sums(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "nji_real gamma[NJI_CHUNKS][NJI_VEC];\n",
     "nji_real *sums = (nji_real *)p.sums;\n",
@@ -4461,6 +4463,7 @@ static const char *const nji_program_rows[] = {
     "nji_write_parts(p, place, gradients);\n",
     "}\n",
     "NJI_KERNEL nj_split_backward_write(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "nji_real gamma[NJI_CHUNKS][NJI_VEC];\n",
     "if (NJI_HAS_GAMMA) nji_load_params(p.gamma, place, gamma);\n",
@@ -4479,7 +4482,7 @@ static const char *const nji_program_rows[] = {
     "#endif\n",
     "#endif\n",
     NULL};
-#define NJI_PROGRAM_STRIDED_HASH 0x731e9f43355718ddull
+#define NJI_PROGRAM_STRIDED_HASH 0xbc4a9eee3e668aa4ull
 static const char *const nji_program_strided[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -4693,13 +4696,9 @@ static const char *const nji_program_strided[] = {
     "}\n",
     "}\n",
     "#endif\n",
-    "NJI_INLINE void nji_release_next() {\n",
+    "NJI_INLINE void nji_begin() {\n",
     "#if __CUDA_ARCH__ >= 900\n",
     "asm volatile(\"griddepcontrol.launch_dependents;\" ::: \"memory\");\n",
-    "#endif\n",
-    "}\n",
-    "NJI_INLINE void nji_wait_previous() {\n",
-    "#if __CUDA_ARCH__ >= 900\n",
     "asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n",
     "#endif\n",
     "}\n",
@@ -4782,6 +4781,7 @@ static const char *const nji_program_strided[] = {
     "}\n",
     "#if NJI_FORWARD\n",
     "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_forward(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);\n",
     "const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;\n",
     "for (nji_i64 base = (nji_i64)blockIdx.x * p.row_lanes; base < p.rows; base += step) {\n",
@@ -4818,6 +4818,7 @@ static const char *const nji_program_strided[] = {
     "#endif\n",
     "#if NJI_BACKWARD\n",
     "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_backward(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);\n",
     "const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;\n",
     "for (nji_i64 base = (nji_i64)blockIdx.x * p.row_lanes; base < p.rows; base += step) {\n",
@@ -4846,6 +4847,7 @@ static const char *const nji_program_strided[] = {
     "}\n",
     "}\n",
     "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_parts(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "__shared__ nji_real total[2][NJI_STRIDED_THREADS];\n",
     "const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);\n",
     "const nji_i64 col = (nji_i64)blockIdx.x * place.col_lanes + place.col_lane;\n",
@@ -4889,7 +4891,7 @@ static const char *const nji_program_strided[] = {
     "const bool is_gamma = (p.grads & NJI_DGAMMA) && blockIdx.y == 0;\n",
     "const nji_operand &out = is_gamma \? p.dgamma : p.dbeta;\n",
     "const nji_i64 col = (nji_i64)blockIdx.x * 32 + threadIdx.x;\n",
-    "nji_wait_previous();\n",
+    "nji_begin();\n",
     "nji_real sum = 0;\n",
     "if (col < p.cols) {\n",
     "const nji_real *from = (const nji_real *)p.partial + (is_gamma \? 0 : p.cols) + col;\n",
@@ -4914,7 +4916,7 @@ static const char *const nji_program_strided[] = {
     "#endif\n",
     NULL};
 static const char *const nji_fallback_bf16[] = {
-    "// NVRTC 13.0, source 731e9f43355718dd\n",
+    "// NVRTC 13.0, source bc4a9eee3e668aa4\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -8670,7 +8672,7 @@ static const char *const nji_fallback_bf16[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f16[] = {
-    "// NVRTC 13.0, source 731e9f43355718dd\n",
+    "// NVRTC 13.0, source bc4a9eee3e668aa4\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -11988,7 +11990,7 @@ static const char *const nji_fallback_f16[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f32[] = {
-    "// NVRTC 13.0, source 731e9f43355718dd\n",
+    "// NVRTC 13.0, source bc4a9eee3e668aa4\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -15630,7 +15632,7 @@ static const char *const nji_fallback_f32[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f64[] = {
-    "// NVRTC 13.0, source 731e9f43355718dd\n",
+    "// NVRTC 13.0, source bc4a9eee3e668aa4\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -19330,6 +19332,7 @@ typedef struct nji_cuda {
     int retained; /* the device's primary context is held by us */
     uint32_t flags;
     nji_module *modules; /* guarded by the ctx's lock */
+    int refuses;         /* the driver is too old for what this NVRTC makes: embedded PTX only */
 } nji_cuda;
 
 /* Kernels of a plan; NULL where the plan has no use for one. */
@@ -19612,10 +19615,14 @@ static nj_status nji_cuda_select_rows(nji_cuda *cuda, nji_cuda_plan *plan, int64
     return status;
 }
 
+static int nji_cuda_compiles(const nji_cuda *cuda) {
+    return cuda->jit.has_nvrtc && !cuda->refuses;
+}
+
 static nj_status nji_cuda_select_strided(nji_cuda *cuda, nji_cuda_plan *plan, const char *call) {
     const nji_module *module;
     nj_status status;
-    if (cuda->jit.has_nvrtc) {
+    if (nji_cuda_compiles(cuda)) {
         nji_options options;
         nji_jit_request request;
         nji_strided_options(&plan->desc, &plan->choice, &options);
@@ -19646,27 +19653,52 @@ static nj_status nji_cuda_select_strided(nji_cuda *cuda, nji_cuda_plan *plan, co
     return status;
 }
 
+static nj_status nji_cuda_select_kernels(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
+                                         const char *call) {
+    nj_status status = NJ_OK;
+    if (nji_cuda_compiles(cuda) && plan->choice.family != NJI_STRIDED) {
+        status = nji_cuda_select_rows(cuda, plan, cols, call);
+    }
+    return status == NJ_OK ? nji_cuda_select_strided(cuda, plan, call) : status;
+}
+
+/* A driver older than NVRTC may refuse what that makes. The embedded PTX is for any driver. */
+static int nji_is_refusal(nj_status status) {
+    int error = nji_last.info.driver_error;
+    return status == NJ_DRIVER && (error == NJI_CU_NO_BINARY_FOR_GPU || error == NJI_CU_INVALID_PTX ||
+                                   error == NJI_CU_UNSUPPORTED_PTX_VERSION);
+}
+
+static nj_status nji_cuda_check_capture(const nji_cuda *cuda, const char *call) {
+    int capturing = NJI_CU_CAPTURE_NONE;
+    int result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
+    if (nji_is_capture_error(result) || capturing != NJI_CU_CAPTURE_NONE) return nji_capture_fail(call);
+    return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
+}
+
 /* The caller holds the ctx's lock. */
 static nj_status nji_cuda_select(nji_cuda *cuda, const nj_desc *desc, int64_t rows, int64_t cols,
                                  const nj_preference *pref, nji_cuda_plan *plan, const char *call) {
-    int pushed, capturing = 0, result;
+    int pushed;
     nj_status status;
+    nji_error before = nji_last;
     memset(plan, 0, sizeof *plan);
     plan->desc = *desc;
     plan->arch_specific = pref->allow_arch_specific && cuda->facts.arch >= 90;
     status = nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
     if (status != NJ_OK) return status;
-    if (!cuda->jit.has_nvrtc) plan->choice.family = NJI_STRIDED;
     plan->workspace_bytes = (size_t)nji_workspace_of(&plan->choice);
     status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
-    result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
-    if (nji_is_capture_error(result) || capturing) status = nji_capture_fail(call);
-    else if (result != 0) status = nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
-    if (status == NJ_OK && plan->choice.family != NJI_STRIDED) {
-        status = nji_cuda_select_rows(cuda, plan, cols, call);
+    status = nji_cuda_check_capture(cuda, call);
+    if (status == NJ_OK) status = nji_cuda_select_kernels(cuda, plan, cols, call);
+    if (nji_is_refusal(status) && nji_cuda_compiles(cuda)) {
+        nji_note(&cuda->jit.log, NJ_LOG_WARNING, "using the embedded PTX: %s", nji_last.text);
+        nji_last = before;
+        cuda->refuses = 1;
+        plan->rows_first = plan->rows_second = NULL;
+        status = nji_cuda_select_strided(cuda, plan, call);
     }
-    if (status == NJ_OK) status = nji_cuda_select_strided(cuda, plan, call);
     nji_cuda_leave(cuda, pushed);
     return status;
 }
@@ -19747,31 +19779,29 @@ static nji_grid nji_grid_of(int64_t x, int64_t y, int block_x, int block_y) {
     return grid;
 }
 
-static nj_status nji_launch(const nji_cuda *cuda, void *function, const nji_grid *grid,
-                            nji_problem *problem, void *stream, const char *call) {
-    void *parameters[1];
-    int result;
-    parameters[0] = problem;
-    result = cuda->driver.cuLaunchKernel(function, (unsigned)grid->x, grid->y, 1, grid->block_x,
-                                         grid->block_y, 1, 0, stream, parameters, NULL);
-    return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuLaunchKernel");
+/* Graphs take dependent launches since CUDA 12.3. */
+static int nji_launches_dependently(const nji_cuda *cuda) {
+    return cuda->facts.arch >= 90 && cuda->driver.version >= 12030 && cuda->driver.cuLaunchKernelEx;
 }
 
-/* The same, but the kernel may start while its predecessor still runs, and waits for it by itself. */
-static nj_status nji_launch_dependent(const nji_cuda *cuda, void *function, const nji_grid *grid,
-                                      nji_problem *problem, void *stream, const char *call) {
+/* Where the device can, a kernel may take its place while its predecessor still runs; it waits for it by
+   itself (nji_begin in ptx_src/nj_device.cuh). */
+static nj_status nji_launch(const nji_cuda *cuda, nji_cu_function function, const nji_grid *grid,
+                            nji_problem *problem, void *stream, const char *call) {
     nji_cu_launch_attribute attribute;
     nji_cu_launch_config config;
     void *parameters[1];
     int result;
-    if (!cuda->driver.cuLaunchKernelEx || cuda->facts.arch < 90) {
-        return nji_launch(cuda, function, grid, problem, stream, call);
-    }
     parameters[0] = problem;
+    if (!nji_launches_dependently(cuda)) {
+        result = cuda->driver.cuLaunchKernel(function, (unsigned)grid->x, grid->y, 1, grid->block_x,
+                                             grid->block_y, 1, 0, stream, parameters, NULL);
+        return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuLaunchKernel");
+    }
     memset(&attribute, 0, sizeof attribute);
-    memset(&config, 0, sizeof config);
     attribute.id = NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION;
     attribute.value.programmatic_serialization = 1;
+    memset(&config, 0, sizeof config);
     config.grid_x = (unsigned)grid->x;
     config.grid_y = grid->y;
     config.grid_z = 1;
@@ -19790,7 +19820,7 @@ static nj_status nji_launch_params_sum(const nji_cuda *cuda, const nji_cuda_plan
     unsigned grads = plan->desc.grads;
     int64_t wanted = ((grads & NJ_GRAD_DGAMMA) != 0) + ((grads & NJ_GRAD_DBETA) != 0);
     nji_grid grid = nji_grid_of(nji_ceil_div(problem->cols, 32), wanted, 32, NJI_SUM_LANES);
-    return nji_launch_dependent(cuda, plan->params_sum, &grid, problem, stream, call);
+    return nji_launch(cuda, plan->params_sum, &grid, problem, stream, call);
 }
 
 /* Rows or split kernels, and the sum of the parts between them. */

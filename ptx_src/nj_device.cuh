@@ -239,16 +239,12 @@ NJI_INLINE void nji_cluster_store(nji_real *shared, int rank, nji_real value) {
 
 // ---- dependent launch (sm_90 and later; nothing where the launch did not ask for it) -------------
 
-// Lets the next kernel of the stream start; what it reads of ours it must wait for.
-NJI_INLINE void nji_release_next() {
+// Every kernel begins with this. The next kernel of the stream may take its place on the device as soon
+// as all our blocks have one; we ourselves touch no memory until all earlier kernels have finished and
+// their writes are seen.
+NJI_INLINE void nji_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Waits until all earlier kernels have finished and their writes are seen.
-NJI_INLINE void nji_wait_previous() {
-#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

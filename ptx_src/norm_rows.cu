@@ -218,6 +218,7 @@ NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i6
 
 // y, mean, rstd. One row for each NJI_LANES threads of each cluster; rows >= 1; y may be x.
 NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     int turn = 0;
     nji_meet();
@@ -240,6 +241,7 @@ NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {
 
 // First of two: mean and sum of squared deviations of each slice of each row, to the workspace.
 NJI_KERNEL nj_split_forward_sums(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     nji_real *sums = (nji_real *)p.sums;
     int turn = 0;
@@ -258,6 +260,7 @@ NJI_KERNEL nj_split_forward_sums(NJI_PARAMETER p) {
 // Second of two: the slices' moments are joined (Chan, Golub, LeVeque 1983) in order, by every
 // thread; then y.
 NJI_KERNEL nj_split_forward_write(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     for (nji_i64 row = place.first; row < p.rows; row += place.step) {
         const nji_real *sums = (const nji_real *)p.sums + row * NJI_SLICES * 2;
@@ -423,7 +426,6 @@ NJI_INLINE void nji_write_part(const nji_problem &p, const nji_place &place,
 
 NJI_INLINE void nji_write_parts(const nji_problem &p, const nji_place &place,
                                 nji_gradients &gradients) {
-    nji_release_next();
     if (NJI_WANT_DGAMMA) nji_write_part(p, place, gradients.gamma, 0);
     if (NJI_WANT_DBETA) nji_write_part(p, place, gradients.beta, 1);
 }
@@ -442,6 +444,7 @@ NJI_INLINE void nji_start(const nji_problem &p, const nji_place &place,
 
 // dx and one part of the parameter gradients for each cluster; rows >= 1; dx may be x or dy.
 NJI_KERNEL nj_rows_backward(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     nji_real gamma[NJI_CHUNKS][NJI_VEC];
     nji_gradients gradients;
@@ -470,6 +473,7 @@ NJI_KERNEL nj_rows_backward(NJI_PARAMETER p) {
 
 // First of two: the sums of each slice of each row to the workspace, and the parts.
 NJI_KERNEL nj_split_backward_sums(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     nji_real gamma[NJI_CHUNKS][NJI_VEC];
     nji_real *sums = (nji_real *)p.sums;
@@ -497,6 +501,7 @@ NJI_KERNEL nj_split_backward_sums(NJI_PARAMETER p) {
 
 // Second of two: dx. Every thread adds the slices' sums, in order.
 NJI_KERNEL nj_split_backward_write(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     nji_real gamma[NJI_CHUNKS][NJI_VEC];
     if (NJI_HAS_GAMMA) nji_load_params(p.gamma, place, gamma);

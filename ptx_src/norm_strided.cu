@@ -55,6 +55,7 @@ NJI_INLINE nji_real nji_load_param(const nji_problem &p, const nji_operand &oper
 
 // y, mean, rstd. y may be x. No columns: mean and rstd are 0/0.
 extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_forward(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);
     const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;
     for (nji_i64 base = (nji_i64)blockIdx.x * p.row_lanes; base < p.rows; base += step) {
@@ -96,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_for
 // dx. dx may be x or dy: a thread reads an element again before it writes it, and no other reads it
 // after the sums.
 extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_backward(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);
     const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;
     for (nji_i64 base = (nji_i64)blockIdx.x * p.row_lanes; base < p.rows; base += step) {
@@ -127,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_bac
 // Parts of dgamma and dbeta. Grid: x over tiles of 256 / row_lanes columns, y over the parts, each a run
 // of rows. Launched before dx is written.
 extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_parts(NJI_PARAMETER p) {
+    nji_begin();
     __shared__ nji_real total[2][NJI_STRIDED_THREADS];
     const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);
     const nji_i64 col = (nji_i64)blockIdx.x * place.col_lanes + place.col_lane;
@@ -175,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(32 * NJI_SUM_LANES) nj_params_sum(N
     const bool is_gamma = (p.grads & NJI_DGAMMA) && blockIdx.y == 0;
     const nji_operand &out = is_gamma ? p.dgamma : p.dbeta;
     const nji_i64 col = (nji_i64)blockIdx.x * 32 + threadIdx.x;
-    nji_wait_previous();
+    nji_begin();
     nji_real sum = 0;
     if (col < p.cols) {
         const nji_real *from = (const nji_real *)p.partial + (is_gamma ? 0 : p.cols) + col;

@@ -20,6 +20,7 @@ typedef struct nji_cuda {
     int retained; /* the device's primary context is held by us */
     uint32_t flags;
     nji_module *modules; /* guarded by the ctx's lock */
+    int refuses;         /* the driver is too old for what this NVRTC makes: embedded PTX only */
 } nji_cuda;
 
 /* Kernels of a plan; NULL where the plan has no use for one. */
@@ -302,10 +303,14 @@ static nj_status nji_cuda_select_rows(nji_cuda *cuda, nji_cuda_plan *plan, int64
     return status;
 }
 
+static int nji_cuda_compiles(const nji_cuda *cuda) {
+    return cuda->jit.has_nvrtc && !cuda->refuses;
+}
+
 static nj_status nji_cuda_select_strided(nji_cuda *cuda, nji_cuda_plan *plan, const char *call) {
     const nji_module *module;
     nj_status status;
-    if (cuda->jit.has_nvrtc) {
+    if (nji_cuda_compiles(cuda)) {
         nji_options options;
         nji_jit_request request;
         nji_strided_options(&plan->desc, &plan->choice, &options);
@@ -336,27 +341,52 @@ static nj_status nji_cuda_select_strided(nji_cuda *cuda, nji_cuda_plan *plan, co
     return status;
 }
 
+static nj_status nji_cuda_select_kernels(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
+                                         const char *call) {
+    nj_status status = NJ_OK;
+    if (nji_cuda_compiles(cuda) && plan->choice.family != NJI_STRIDED) {
+        status = nji_cuda_select_rows(cuda, plan, cols, call);
+    }
+    return status == NJ_OK ? nji_cuda_select_strided(cuda, plan, call) : status;
+}
+
+/* A driver older than NVRTC may refuse what that makes. The embedded PTX is for any driver. */
+static int nji_is_refusal(nj_status status) {
+    int error = nji_last.info.driver_error;
+    return status == NJ_DRIVER && (error == NJI_CU_NO_BINARY_FOR_GPU || error == NJI_CU_INVALID_PTX ||
+                                   error == NJI_CU_UNSUPPORTED_PTX_VERSION);
+}
+
+static nj_status nji_cuda_check_capture(const nji_cuda *cuda, const char *call) {
+    int capturing = NJI_CU_CAPTURE_NONE;
+    int result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
+    if (nji_is_capture_error(result) || capturing != NJI_CU_CAPTURE_NONE) return nji_capture_fail(call);
+    return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
+}
+
 /* The caller holds the ctx's lock. */
 static nj_status nji_cuda_select(nji_cuda *cuda, const nj_desc *desc, int64_t rows, int64_t cols,
                                  const nj_preference *pref, nji_cuda_plan *plan, const char *call) {
-    int pushed, capturing = 0, result;
+    int pushed;
     nj_status status;
+    nji_error before = nji_last;
     memset(plan, 0, sizeof *plan);
     plan->desc = *desc;
     plan->arch_specific = pref->allow_arch_specific && cuda->facts.arch >= 90;
     status = nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
     if (status != NJ_OK) return status;
-    if (!cuda->jit.has_nvrtc) plan->choice.family = NJI_STRIDED;
     plan->workspace_bytes = (size_t)nji_workspace_of(&plan->choice);
     status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
-    result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
-    if (nji_is_capture_error(result) || capturing) status = nji_capture_fail(call);
-    else if (result != 0) status = nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
-    if (status == NJ_OK && plan->choice.family != NJI_STRIDED) {
-        status = nji_cuda_select_rows(cuda, plan, cols, call);
+    status = nji_cuda_check_capture(cuda, call);
+    if (status == NJ_OK) status = nji_cuda_select_kernels(cuda, plan, cols, call);
+    if (nji_is_refusal(status) && nji_cuda_compiles(cuda)) {
+        nji_note(&cuda->jit.log, NJ_LOG_WARNING, "using the embedded PTX: %s", nji_last.text);
+        nji_last = before;
+        cuda->refuses = 1;
+        plan->rows_first = plan->rows_second = NULL;
+        status = nji_cuda_select_strided(cuda, plan, call);
     }
-    if (status == NJ_OK) status = nji_cuda_select_strided(cuda, plan, call);
     nji_cuda_leave(cuda, pushed);
     return status;
 }
@@ -437,31 +467,29 @@ static nji_grid nji_grid_of(int64_t x, int64_t y, int block_x, int block_y) {
     return grid;
 }
 
-static nj_status nji_launch(const nji_cuda *cuda, void *function, const nji_grid *grid,
-                            nji_problem *problem, void *stream, const char *call) {
-    void *parameters[1];
-    int result;
-    parameters[0] = problem;
-    result = cuda->driver.cuLaunchKernel(function, (unsigned)grid->x, grid->y, 1, grid->block_x,
-                                         grid->block_y, 1, 0, stream, parameters, NULL);
-    return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuLaunchKernel");
+/* Graphs take dependent launches since CUDA 12.3. */
+static int nji_launches_dependently(const nji_cuda *cuda) {
+    return cuda->facts.arch >= 90 && cuda->driver.version >= 12030 && cuda->driver.cuLaunchKernelEx;
 }
 
-/* The same, but the kernel may start while its predecessor still runs, and waits for it by itself. */
-static nj_status nji_launch_dependent(const nji_cuda *cuda, void *function, const nji_grid *grid,
-                                      nji_problem *problem, void *stream, const char *call) {
+/* Where the device can, a kernel may take its place while its predecessor still runs; it waits for it by
+   itself (nji_begin in ptx_src/nj_device.cuh). */
+static nj_status nji_launch(const nji_cuda *cuda, nji_cu_function function, const nji_grid *grid,
+                            nji_problem *problem, void *stream, const char *call) {
     nji_cu_launch_attribute attribute;
     nji_cu_launch_config config;
     void *parameters[1];
     int result;
-    if (!cuda->driver.cuLaunchKernelEx || cuda->facts.arch < 90) {
-        return nji_launch(cuda, function, grid, problem, stream, call);
-    }
     parameters[0] = problem;
+    if (!nji_launches_dependently(cuda)) {
+        result = cuda->driver.cuLaunchKernel(function, (unsigned)grid->x, grid->y, 1, grid->block_x,
+                                             grid->block_y, 1, 0, stream, parameters, NULL);
+        return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuLaunchKernel");
+    }
     memset(&attribute, 0, sizeof attribute);
-    memset(&config, 0, sizeof config);
     attribute.id = NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION;
     attribute.value.programmatic_serialization = 1;
+    memset(&config, 0, sizeof config);
     config.grid_x = (unsigned)grid->x;
     config.grid_y = grid->y;
     config.grid_z = 1;
@@ -480,7 +508,7 @@ static nj_status nji_launch_params_sum(const nji_cuda *cuda, const nji_cuda_plan
     unsigned grads = plan->desc.grads;
     int64_t wanted = ((grads & NJ_GRAD_DGAMMA) != 0) + ((grads & NJ_GRAD_DBETA) != 0);
     nji_grid grid = nji_grid_of(nji_ceil_div(problem->cols, 32), wanted, 32, NJI_SUM_LANES);
-    return nji_launch_dependent(cuda, plan->params_sum, &grid, problem, stream, call);
+    return nji_launch(cuda, plan->params_sum, &grid, problem, stream, call);
 }
 
 /* Rows or split kernels, and the sum of the parts between them. */
