@@ -116,7 +116,7 @@ static void compile_all(const char *cache, const nj_desc *desc, int64_t cols, in
             nji_options options;
             nji_jit_request request;
             nji_image image;
-            nji_rows_options(desc, cols, &list[i].choice, &options);
+            nji_fast_options(desc, cols, &list[i].choice, &options);
             request.name = "norm_rows.cu";
             request.lines = nji_program_rows;
             request.source_hash = NJI_PROGRAM_ROWS_HASH;
@@ -271,7 +271,7 @@ int main(int argc, char **argv) {
             if (c) {
                 plan->cuda.choice = c->choice;
                 plan->workspace_bytes = (size_t)nji_workspace_of(&c->choice);
-                status = nji_cuda_select_rows(&ctx->cuda, &plan->cuda, cols, "tune");
+                status = nji_cuda_select_fast(&ctx->cuda, &plan->cuda, cols, "tune");
             }
             if (status != NJ_OK) return printf("%s\n", nj_last_error()), 1;
             gpu_capture_begin(&g);
