@@ -181,6 +181,19 @@ NJI_INLINE void nji_store_any(nji_real value, void *data, nji_i64 index, int cod
     }
 }
 
+// ---- asking the L2 cache ahead -------------------------------------------------------------------
+
+// Starts the way of `bytes` from memory to the L2 cache; only whole 16-byte pieces (sm_90 and later).
+NJI_INLINE void nji_fetch(const void *from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    const unsigned long long address = (unsigned long long)__cvta_generic_to_global(from);
+    const unsigned long long first = (address + 15) / 16 * 16;
+    const int whole = (int)(address + bytes - first) / 16 * 16;
+    if (whole <= 0) return;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first), "r"(whole) : "memory");
+#endif
+}
+
 // ---- sums over lanes ----------------------------------------------------------------------------
 
 NJI_INLINE nji_real nji_swap(nji_real value, int distance) {

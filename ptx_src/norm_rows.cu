@@ -11,7 +11,7 @@
 //
 // The build defines, beside the types: NJI_COLS, NJI_VEC, NJI_LANES, NJI_CHUNKS, NJI_THREADS,
 // NJI_SLICES, NJI_CLUSTER (0 or 1), NJI_BLOCKS (per multiprocessor, at least), NJI_P (parameter type),
-// NJI_PREFETCH, NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
+// NJI_PREFETCH (0 or 1), NJI_AHEAD (steps), NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
 
 #define NJI_ROWS (NJI_THREADS / NJI_LANES) // rows that a block works on
 #define NJI_WARPS ((NJI_LANES + 31) / 32)  // warps that share a row
@@ -319,6 +319,18 @@ NJI_INLINE void nji_load(const nji_problem &p, const nji_place &place, nji_i64 r
     }
 }
 
+// Asks the L2 cache for the slice of a row that is worked on some steps later.
+NJI_INLINE void nji_fetch_ahead(const nji_problem &p, const nji_place &place, nji_i64 row) {
+    if (NJI_AHEAD == 0 || place.lane != 0) return;
+    row += NJI_AHEAD * place.step;
+    if (row >= p.rows) return;
+    const nji_offsets at = nji_row_offsets(p, p.dx, row);
+    const int first = place.slice * NJI_WIDTH;
+    const int count = NJI_COLS - first < NJI_WIDTH ? NJI_COLS - first : NJI_WIDTH;
+    nji_fetch((const NJI_X *)p.dy.data + at.dy + first, count * (int)sizeof(NJI_X));
+    if (NJI_WANT_X) nji_fetch((const NJI_X *)p.x.data + at.x + first, count * (int)sizeof(NJI_X));
+}
+
 struct nji_gradients {
     nji_real gamma[NJI_CHUNKS][NJI_VEC], beta[NJI_CHUNKS][NJI_VEC];
 };
@@ -456,6 +468,7 @@ NJI_KERNEL nj_rows_backward(NJI_PARAMETER p) {
     for (nji_i64 base = place.first; base < p.rows; base += place.step) {
         const nji_i64 at = base + place.group;
         nji_real sum_g, sum_gx;
+        nji_fetch_ahead(p, place, at);
         if (!NJI_PREFETCH) nji_load(p, place, at, next);
         const nji_row row = next;
         if (NJI_PREFETCH && base + place.step < p.rows) nji_load(p, place, at + place.step, next);
@@ -484,6 +497,7 @@ NJI_KERNEL nj_split_backward_sums(NJI_PARAMETER p) {
     nji_start(p, place, gamma, gradients);
     for (nji_i64 at = place.first; at < p.rows; at += place.step) {
         nji_real sum_g, sum_gx;
+        nji_fetch_ahead(p, place, at);
         if (!NJI_PREFETCH) nji_load(p, place, at, next);
         const nji_row row = next;
         if (NJI_PREFETCH && at + place.step < p.rows) nji_load(p, place, at + place.step, next);

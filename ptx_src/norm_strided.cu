@@ -171,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_par
 }
 
 // dgamma or dbeta = (old +) the sum of its partials, in the order of the parts.
-// Block 32 x 16: a column for each x, the parts dealt over y, then a fixed tree. Grid: columns / 32,
-// and y = the gradients wanted. parts may be 0. Serves the rows kernels, too.
+// Block 32 x a power of two: a column for each x, the parts dealt over y, then a fixed tree. Grid:
+// columns / 32, and y = the gradients wanted. parts may be 0. Serves the rows kernels, too.
 extern "C" __global__ void __launch_bounds__(32 * NJI_SUM_LANES) nj_params_sum(NJI_PARAMETER p) {
     __shared__ nji_real tree[NJI_SUM_LANES][32];
     const bool is_gamma = (p.grads & NJI_DGAMMA) && blockIdx.y == 0;
@@ -183,12 +183,12 @@ extern "C" __global__ void __launch_bounds__(32 * NJI_SUM_LANES) nj_params_sum(N
     if (col < p.cols) {
         const nji_real *from = (const nji_real *)p.partial + (is_gamma ? 0 : p.cols) + col;
 #pragma unroll 8
-        for (int part = threadIdx.y; part < p.parts; part += NJI_SUM_LANES) {
+        for (int part = threadIdx.y; part < p.parts; part += blockDim.y) {
             sum += from[(nji_i64)part * 2 * p.cols];
         }
     }
     tree[threadIdx.y][threadIdx.x] = sum;
-    for (int half = NJI_SUM_LANES / 2; half > 0; half /= 2) {
+    for (int half = blockDim.y / 2; half > 0; half /= 2) {
         __syncthreads();
         if (threadIdx.y < half) tree[threadIdx.y][threadIdx.x] += tree[threadIdx.y + half][threadIdx.x];
     }

@@ -200,7 +200,7 @@ static void *memory(int index) {
 
 static nj_args args_of(const nj_desc *desc) {
     int64_t stat[NJ_MAX_RANK], param[NJ_MAX_RANK];
-    int32_t stat_rank, param_rank;
+    int32_t stat_rank = 0, param_rank = 0;
     nj_args args;
     assert_int_equal(nj_desc_stat_shape(desc, &stat_rank, stat), NJ_OK);
     assert_int_equal(nj_desc_param_shape(desc, &param_rank, param), NJ_OK);

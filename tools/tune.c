@@ -177,13 +177,14 @@ static void compile_share(const char *cache, const problem *p, const candidates 
     how.cache_dir = cache;
     require(nji_jit_open(&jit, &how, "tune"));
     for (i = worker; i < all->count; i += WORKERS) {
+        const nji_fast_program *program = nji_fast_program_of(&all->list[i].choice);
         nji_options options;
         nji_jit_request request;
         nji_image image;
-        nji_rows_options(&p->desc, p->cols, &all->list[i].choice, &options);
-        request.name = "norm_rows.cu";
-        request.lines = nji_program_rows;
-        request.source_hash = NJI_PROGRAM_ROWS_HASH;
+        nji_fast_options(&p->desc, p->cols, &all->list[i].choice, &options);
+        request.name = program->name;
+        request.lines = program->lines;
+        request.source_hash = program->hash;
         request.options = options.list;
         request.option_count = options.count;
         request.arch = FORK_FACTS.arch;
@@ -436,9 +437,9 @@ static double measure(machine *m, const problem *p, const operands *o, call_fn c
 /* Puts the candidate's kernel into the plan in place of the one there. */
 static void plan_take(machine *m, const problem *p, nj_plan *plan, const nji_choice *choice) {
     plan->cuda.choice = *choice;
-    plan->cuda.rows_second = NULL; /* the table may have chosen two kernels */
+    plan->cuda.fast_second = NULL; /* the table may have chosen two kernels */
     plan->workspace_bytes = (size_t)nji_workspace_of(choice);
-    require(nji_cuda_select_rows(&m->ctx->cuda, &plan->cuda, p->cols, "tune"));
+    require(nji_cuda_select_fast(&m->ctx->cuda, &plan->cuda, p->cols, "tune"));
 }
 
 /* ---- the command line ------------------------------------------------------------------------ */

@@ -28,10 +28,10 @@ typedef struct nji_cuda_plan {
     nji_choice choice;
     nj_desc desc;
     size_t workspace_bytes;
-    nj_source rows_source, strided_source;
+    nj_source fast_source, strided_source;
     int arch_specific;
-    void *rows_first;  /* the rows kernel, or the split kernels' first */
-    void *rows_second; /* the split kernels' second */
+    void *fast_first;  /* the rows or tiles kernel, or the split kernels' first */
+    void *fast_second; /* the split kernels' second */
     void *strided, *strided_parts, *params_sum;
 } nji_cuda_plan;
 
@@ -266,39 +266,52 @@ static nj_status nji_cuda_function(const nji_cuda *cuda, const nji_module *modul
 
 /* ---- select --------------------------------------------------------------------------------- */
 
-/* Names of the rows kernels: [forward][split][which]. */
-static const char *nji_rows_kernel(const nji_choice *choice, int second) {
-    static const char *const name[2][2][2] = {
-        {{"nj_rows_backward", NULL}, {"nj_split_backward_sums", "nj_split_backward_write"}},
-        {{"nj_rows_forward", NULL}, {"nj_split_forward_sums", "nj_split_forward_write"}}};
-    return name[choice->forward][choice->family == NJI_SPLIT][second];
+/* The fast kernels of a family: names by [forward][which]. */
+typedef struct nji_fast_program {
+    const char *name;
+    const char *const *lines;
+    uint64_t hash;
+    const char *kernel[2][2];
+} nji_fast_program;
+
+static const nji_fast_program *nji_fast_program_of(const nji_choice *choice) {
+    static const nji_fast_program program[] = {
+        {"norm_rows.cu", nji_program_rows, NJI_PROGRAM_ROWS_HASH,
+         {{"nj_rows_backward", NULL}, {"nj_rows_forward", NULL}}},
+        {"norm_rows.cu", nji_program_rows, NJI_PROGRAM_ROWS_HASH,
+         {{"nj_split_backward_sums", "nj_split_backward_write"},
+          {"nj_split_forward_sums", "nj_split_forward_write"}}},
+        {"norm_tiles.cu", nji_program_tiles, NJI_PROGRAM_TILES_HASH,
+         {{"nj_tiles_backward", NULL}, {"nj_tiles_forward", NULL}}}};
+    return &program[choice->family];
 }
 
 static int nji_writes_full(const nj_desc *desc) {
     return desc->op == NJ_OP_LAYER_NORM_FORWARD || (desc->grads & NJ_GRAD_DX) != 0;
 }
 
-static nj_status nji_cuda_select_rows(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
+static nj_status nji_cuda_select_fast(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
                                       const char *call) {
+    const nji_fast_program *program = nji_fast_program_of(&plan->choice);
+    const char *const *kernel = program->kernel[plan->choice.forward];
     nji_options options;
     nji_jit_request request;
     const nji_module *module;
     nj_status status;
-    const char *second = nji_rows_kernel(&plan->choice, 1);
-    nji_rows_options(&plan->desc, cols, &plan->choice, &options);
-    request.name = "norm_rows.cu";
-    request.lines = nji_program_rows;
-    request.source_hash = NJI_PROGRAM_ROWS_HASH;
+    nji_fast_options(&plan->desc, cols, &plan->choice, &options);
+    request.name = program->name;
+    request.lines = program->lines;
+    request.source_hash = program->hash;
     request.options = options.list;
     request.option_count = options.count;
     request.arch = cuda->facts.arch;
     request.arch_specific = plan->arch_specific;
     status = nji_cuda_compiled(cuda, &request, &module, call);
     if (status != NJ_OK) return status;
-    plan->rows_source = module->source;
-    status = nji_cuda_function(cuda, module, nji_rows_kernel(&plan->choice, 0), &plan->rows_first, call);
-    if (status == NJ_OK && second && nji_writes_full(&plan->desc)) {
-        status = nji_cuda_function(cuda, module, second, &plan->rows_second, call);
+    plan->fast_source = module->source;
+    status = nji_cuda_function(cuda, module, kernel[0], &plan->fast_first, call);
+    if (status == NJ_OK && kernel[1] && nji_writes_full(&plan->desc)) {
+        status = nji_cuda_function(cuda, module, kernel[1], &plan->fast_second, call);
     }
     return status;
 }
@@ -345,7 +358,7 @@ static nj_status nji_cuda_select_kernels(nji_cuda *cuda, nji_cuda_plan *plan, in
                                          const char *call) {
     nj_status status = NJ_OK;
     if (nji_cuda_compiles(cuda) && plan->choice.family != NJI_STRIDED) {
-        status = nji_cuda_select_rows(cuda, plan, cols, call);
+        status = nji_cuda_select_fast(cuda, plan, cols, call);
     }
     return status == NJ_OK ? nji_cuda_select_strided(cuda, plan, call) : status;
 }
@@ -384,7 +397,7 @@ static nj_status nji_cuda_select(nji_cuda *cuda, const nj_desc *desc, int64_t ro
         nji_note(&cuda->jit.log, NJ_LOG_WARNING, "using the embedded PTX: %s", nji_last.text);
         nji_last = before;
         cuda->refuses = 1;
-        plan->rows_first = plan->rows_second = NULL;
+        plan->fast_first = plan->fast_second = NULL;
         status = nji_cuda_select_strided(cuda, plan, call);
     }
     nji_cuda_leave(cuda, pushed);
@@ -425,12 +438,11 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
 
 /* ---- run ------------------------------------------------------------------------------------ */
 
-/* Address and row strides allow accesses of `bytes`. */
-static int nji_is_aligned(const nji_problem *problem, const nji_operand *operand, int64_t bytes,
-                          int64_t element_bytes) {
+/* Address and strides of `dims` dims allow accesses of `bytes`. */
+static int nji_is_aligned(const nji_operand *operand, int dims, int64_t bytes, int64_t element_bytes) {
     int d;
     if ((uintptr_t)operand->data % (uintptr_t)bytes != 0) return 0;
-    for (d = 0; d < problem->row_dims; d++) {
+    for (d = 0; d < dims; d++) {
         if (operand->stride[d] * element_bytes % bytes != 0) return 0;
     }
     return 1;
@@ -442,14 +454,41 @@ static int nji_takes_rows(const nji_cuda_plan *plan, const nji_problem *problem,
     int64_t param_size = (int64_t)nj_dtype_size(plan->desc.param_dtype);
     int64_t bytes = plan->choice.vec * size;
     int64_t param_bytes = nji_min_i64(16, plan->choice.vec * param_size);
-    if (!plan->rows_first) return 0;
-    if (layout != NJ_LAYOUT_PACKED && layout != NJ_LAYOUT_PADDED_ROWS) return 0;
-    return nji_is_aligned(problem, &problem->x, bytes, size) &&
-           nji_is_aligned(problem, &problem->dy, bytes, size) &&
-           nji_is_aligned(problem, &problem->y, bytes, size) &&
-           nji_is_aligned(problem, &problem->dx, bytes, size) &&
-           nji_is_aligned(problem, &problem->gamma, param_bytes, param_size) &&
-           nji_is_aligned(problem, &problem->beta, param_bytes, param_size);
+    int dims = problem->row_dims;
+    return (layout == NJ_LAYOUT_PACKED || layout == NJ_LAYOUT_PADDED_ROWS) &&
+           nji_is_aligned(&problem->x, dims, bytes, size) &&
+           nji_is_aligned(&problem->dy, dims, bytes, size) &&
+           nji_is_aligned(&problem->y, dims, bytes, size) &&
+           nji_is_aligned(&problem->dx, dims, bytes, size) &&
+           nji_is_aligned(&problem->gamma, dims, param_bytes, param_size) &&
+           nji_is_aligned(&problem->beta, dims, param_bytes, param_size);
+}
+
+/* An operand whose last row dim is packed, and whose other strides keep accesses aligned. */
+static int nji_fits_tiles(const nji_problem *problem, const nji_operand *operand, int64_t vec,
+                          int64_t size) {
+    nji_operand outer = *operand;
+    if (!operand->data) return 1;
+    if (operand->stride[problem->row_dims - 1] != 1) return 0;
+    outer.stride[problem->row_dims - 1] = 0;
+    return nji_is_aligned(&outer, problem->row_dims + problem->col_dims, vec * size, size);
+}
+
+/* Whether the tiles kernels take these operands. */
+static int nji_takes_tiles(const nji_cuda_plan *plan, const nji_problem *problem, nj_layout layout) {
+    int64_t size = (int64_t)nj_dtype_size(plan->desc.dtype), vec = plan->choice.vec;
+    return layout == NJ_LAYOUT_CHANNELS_FIRST && problem->col_dims <= 1 &&
+           problem->extent[problem->row_dims - 1] % vec == 0 &&
+           nji_fits_tiles(problem, &problem->x, vec, size) &&
+           nji_fits_tiles(problem, &problem->dy, vec, size) &&
+           nji_fits_tiles(problem, &problem->y, vec, size) &&
+           nji_fits_tiles(problem, &problem->dx, vec, size);
+}
+
+static int nji_takes_fast(const nji_cuda_plan *plan, const nji_problem *problem, nj_layout layout) {
+    if (!plan->fast_first) return 0;
+    return plan->choice.family == NJI_TILES ? nji_takes_tiles(plan, problem, layout)
+                                            : nji_takes_rows(plan, problem, layout);
 }
 
 /* Grid and block of one launch; x alone is large. */
@@ -507,27 +546,34 @@ static nj_status nji_launch_params_sum(const nji_cuda *cuda, const nji_cuda_plan
                                        nji_problem *problem, void *stream, const char *call) {
     unsigned grads = plan->desc.grads;
     int64_t wanted = ((grads & NJ_GRAD_DGAMMA) != 0) + ((grads & NJ_GRAD_DBETA) != 0);
-    nji_grid grid = nji_grid_of(nji_ceil_div(problem->cols, 32), wanted, 32, NJI_SUM_LANES);
+    int lanes = nji_power_of_two_above((int)nji_clamp(problem->parts / 4, 1, NJI_SUM_LANES));
+    nji_grid grid = nji_grid_of(nji_ceil_div(problem->cols, 32), wanted, 32, lanes);
     return nji_launch(cuda, plan->params_sum, &grid, problem, stream, call);
 }
 
-/* Rows or split kernels, and the sum of the parts between them. */
-static nj_status nji_run_rows(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
+/* Groups of rows that the blocks of the fast kernels take one by one. */
+static int64_t nji_fast_blocks(const nji_choice *choice, const nji_problem *problem) {
+    int64_t run = choice->family == NJI_TILES ? problem->extent[problem->row_dims - 1] : problem->rows;
+    return problem->rows / run * nji_ceil_div(run, nji_block_rows(choice));
+}
+
+/* Fast kernels, and the sum of the parts between them. */
+static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
                               void *stream, const char *call) {
     const nji_choice *choice = &plan->choice;
-    int64_t blocks = nji_ceil_div(problem->rows, nji_block_rows(choice));
+    int64_t blocks = nji_fast_blocks(choice, problem);
     int64_t most = INT32_MAX / choice->slices; /* whole clusters */
     nji_grid all = nji_grid_of(nji_min_i64(blocks, most) * choice->slices, 1, choice->threads, 1);
     nji_grid first = all;
     nj_status status;
     if (choice->parts > 0) first.x = (int64_t)choice->parts * choice->slices;
     problem->parts = choice->parts;
-    status = nji_launch(cuda, plan->rows_first, &first, problem, stream, call);
+    status = nji_launch(cuda, plan->fast_first, &first, problem, stream, call);
     if (status == NJ_OK && plan->params_sum) {
         status = nji_launch_params_sum(cuda, plan, problem, stream, call);
     }
-    if (status == NJ_OK && plan->rows_second) {
-        status = nji_launch(cuda, plan->rows_second, &all, problem, stream, call);
+    if (status == NJ_OK && plan->fast_second) {
+        status = nji_launch(cuda, plan->fast_second, &all, problem, stream, call);
     }
     return status;
 }
@@ -564,8 +610,8 @@ static nj_status nji_cuda_run(const nji_cuda *cuda, const nji_cuda_plan *plan, n
     nj_status status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
     if (problem->partial) problem->sums = (char *)problem->partial + nji_sums_offset(&plan->choice);
-    if (problem->rows > 0 && nji_takes_rows(plan, problem, layout)) {
-        status = nji_run_rows(cuda, plan, problem, stream, call);
+    if (problem->rows > 0 && nji_takes_fast(plan, problem, layout)) {
+        status = nji_run_fast(cuda, plan, problem, stream, call);
     } else {
         status = nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
     }
@@ -575,16 +621,16 @@ static nj_status nji_cuda_run(const nji_cuda *cuda, const nji_cuda_plan *plan, n
 
 static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan, const nji_problem *problem,
                          nj_sku *out) {
-    int takes_rows = nji_takes_rows(plan, problem, (nj_layout)out->layout);
-    const char *kernel = takes_rows ? nji_rows_kernel(&plan->choice, 0)
+    int fast = nji_takes_fast(plan, problem, (nj_layout)out->layout);
+    const char *kernel = fast ? nji_fast_program_of(&plan->choice)->kernel[plan->choice.forward][0]
                          : plan->choice.forward ? "nj_strided_forward"
                          : plan->strided        ? "nj_strided_backward"
                                                 : "nj_strided_parts";
     int size = (int)nj_dtype_size(plan->desc.dtype);
     out->arch = cuda->facts.arch;
     out->arch_specific = plan->arch_specific;
-    out->source = (int32_t)(takes_rows ? plan->rows_source : plan->strided_source);
-    out->threads = takes_rows ? plan->choice.threads : NJI_STRIDED_THREADS;
-    out->vector_bytes = takes_rows ? plan->choice.vec * size : size;
+    out->source = (int32_t)(fast ? plan->fast_source : plan->strided_source);
+    out->threads = fast ? plan->choice.threads : NJI_STRIDED_THREADS;
+    out->vector_bytes = fast ? plan->choice.vec * size : size;
     snprintf(out->kernel, sizeof out->kernel, "%s", kernel);
 }

@@ -11,6 +11,7 @@ typedef struct nji_device_facts {
 typedef enum nji_family {
     NJI_ROWS,   /* a row in the registers of one block or cluster: norm_rows.cu */
     NJI_SPLIT,  /* a row over several blocks, in two kernels: norm_rows.cu */
+    NJI_TILES,  /* neighbouring rows adjacent, columns strided: norm_tiles.cu */
     NJI_STRIDED /* any strides: norm_strided.cu */
 } nji_family;
 
@@ -27,60 +28,63 @@ typedef struct nji_tuning {
     int max_slices; /* of a cluster; 1 = no clusters */
     int resident;   /* threads that a multiprocessor holds: launch bound, and grid of a backward */
     int prefetch;   /* load the next row while working on one */
+    int ahead;      /* ask the L2 cache for the row that many steps ahead; 0 = do not */
 } nji_tuning;
 
 #define NJI_ANY_COLS INT64_MAX
 
 /* Measured reasons: ptx_src/DIARY.md. */
 static const nji_tuning nji_tuning_table[] = {
-    /* fwd bytes arch max_cols elements lanes threads slices resident prefetch */
-    {1, 2, 0, 256, 8, 32, 128, 1, 1536, 0},
-    {1, 2, 90, 1024, 32, 32, 256, 1, 1024, 0},
-    {1, 2, 0, 1024, 32, 32, 256, 1, 768, 0},
-    {1, 2, 0, 16384, 32, 512, 0, 1, 1024, 0},
-    {1, 2, 90, 65536, 16, 512, 0, 8, 1024, 0},
-    {1, 2, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
-    {1, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
-    {1, 4, 0, 128, 4, 32, 128, 1, 1536, 0},
-    {1, 4, 0, 512, 16, 32, 256, 1, 1024, 0},
-    {1, 4, 0, 8192, 16, 512, 0, 1, 1024, 0},
-    {1, 4, 0, 16384, 32, 512, 0, 1, 1024, 0},
-    {1, 4, 90, 65536, 16, 512, 0, 8, 1024, 0},
-    {1, 4, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
-    {1, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
-    {1, 8, 0, 512, 16, 32, 128, 1, 512, 0},
-    {1, 8, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0},
-    {1, 8, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
-    {0, 2, 0, 256, 8, 32, 256, 1, 1024, 0},
-    {0, 2, 0, 768, 24, 32, 64, 1, 256, 1},
-    {0, 2, 0, 1024, 16, 512, 0, 1, 512, 1},
-    {0, 2, 0, 4096, 24, 512, 0, 1, 384, 1},
-    {0, 2, 0, 6144, 16, 512, 0, 1, 384, 1},
-    {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1},
-    {0, 2, 100, 98304, 24, 352, 0, 8, 384, 1},
-    {0, 2, 0, 12288, 32, 384, 0, 1, 384, 0},
-    {0, 2, 90, 98304, 24, 512, 0, 8, 384, 1},
-    {0, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 1},
-    {0, 4, 0, 128, 4, 32, 256, 1, 1024, 1},
-    {0, 4, 0, 768, 24, 32, 64, 1, 256, 1},
-    {0, 4, 0, 4096, 8, 512, 0, 1, 1024, 0},
-    {0, 4, 90, 65536, 32, 256, 0, 8, 256, 1},
-    {0, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
-    {0, 8, 0, 256, 8, 32, 128, 1, 256, 1},
-    {0, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0},
-    {0, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0},
+    /* fwd bytes arch max_cols elements lanes threads slices resident prefetch ahead */
+    {1, 2, 0, 256, 8, 32, 128, 1, 1536, 0, 0},
+    {1, 2, 90, 1024, 32, 32, 256, 1, 1024, 0, 0},
+    {1, 2, 0, 1024, 32, 32, 256, 1, 768, 0, 0},
+    {1, 2, 0, 8192, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 0, 12288, 24, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 0, 16384, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 90, 65536, 16, 512, 0, 8, 1024, 0, 0},
+    {1, 2, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
+    {1, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 0, 128, 4, 32, 128, 1, 1536, 0, 0},
+    {1, 4, 0, 512, 16, 32, 256, 1, 1024, 0, 0},
+    {1, 4, 0, 8192, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 0, 16384, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 90, 65536, 16, 512, 0, 8, 1024, 0, 0},
+    {1, 4, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
+    {1, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 8, 0, 512, 16, 32, 128, 1, 512, 0, 0},
+    {1, 8, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0, 0},
+    {1, 8, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
+    {0, 2, 0, 256, 8, 32, 256, 1, 1024, 0, 0},
+    {0, 2, 0, 768, 24, 32, 64, 1, 256, 1, 0},
+    {0, 2, 0, 1024, 16, 512, 0, 1, 512, 1, 0},
+    {0, 2, 0, 4096, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 0, 6144, 16, 512, 0, 1, 384, 1, 0},
+    {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 100, 16384, 24, 352, 0, 8, 384, 1, 0},
+    {0, 2, 0, 12288, 32, 384, 0, 1, 384, 0, 0},
+    {0, 2, 90, 16384, 24, 512, 0, 8, 384, 1, 0},
+    {0, 2, 0, NJI_ANY_COLS, 24, 192, 0, 1, 384, 1, 0},
+    {0, 4, 0, 128, 4, 32, 256, 1, 1024, 1, 0},
+    {0, 4, 0, 768, 24, 32, 64, 1, 256, 1, 0},
+    {0, 4, 0, 4096, 8, 512, 0, 1, 1024, 0, 0},
+    {0, 4, 90, 65536, 32, 256, 0, 8, 256, 1, 0},
+    {0, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
+    {0, 8, 0, 256, 8, 32, 128, 1, 256, 1, 0},
+    {0, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0, 0},
+    {0, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0, 0},
 };
 
 /* Everything that launches and compiles a descriptor's kernels. */
 typedef struct nji_choice {
-    nji_family family; /* ROWS or SPLIT for unit-stride columns; STRIDED when those do not apply */
+    nji_family family; /* of the fast kernels; STRIDED when there are none */
     int forward;
-    int vec;                   /* columns of one access; operands must be aligned to it */
-    int lanes, chunks, threads; /* of a block of the rows kernels */
+    int vec;                    /* elements of one access; operands must be aligned to it */
+    int lanes, chunks, threads; /* threads along a row (tiles: along rows); accesses each; of a block */
     int slices, cluster;
     int blocks; /* per multiprocessor, at least */
-    int prefetch;
-    int parts;                 /* most partial gradients of the rows kernels; 0 = none wanted */
+    int prefetch, ahead;
+    int parts;                 /* most partial gradients of the fast kernels; 0 = none wanted */
     int strided_parts;         /* the same for the strided kernels */
     int64_t partial_bytes, sums_bytes; /* of the workspace, partials first */
 } nji_choice;
@@ -151,13 +155,56 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
         choice->lanes = nji_round_up((int)nji_ceil_div(per_slice, choice->chunks), 32);
         choice->threads = choice->lanes;
     }
+    choice->ahead = row->ahead;
     resident = (int)nji_min_i64(row->resident, nji_most_resident(arch));
     choice->blocks = resident > choice->threads ? resident / choice->threads : 1;
 }
 
-/* Rows that a block of the rows kernels works on at a time. */
+/* The last axis that has any extent is not normalized: neighbouring rows are adjacent in a packed
+   tensor. *run counts them. */
+static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
+    int axis = desc->rank - 1;
+    *run = 1;
+    for (; axis >= 0 && (desc->shape[axis] == 1 || !nji_is_normalized(desc, axis)); axis--) {
+        *run *= desc->shape[axis];
+    }
+    return *run > 1;
+}
+
+/* Tiles: a warp reads runs of 64 bytes; threads hold up to 64 bytes of x, so that x, dy and the sums stay
+   in registers. More columns take more threads, then shorter runs. Measured: ptx_src/DIARY.md. */
+#define NJI_TILE_RUN_BYTES 64
+#define NJI_TILE_THREAD_BYTES 64
+#define NJI_TILE_THREAD_ELEMENTS 32
+#define NJI_TILE_THREAD_ACCESSES 12
+#define NJI_TILE_RESIDENT 512
+
+static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_choice *choice) {
+    int size = (int)nj_dtype_size(desc->dtype);
+    int most_chunks, threads;
+    choice->vec = 16 / size;
+    while (run % choice->vec != 0) choice->vec /= 2;
+    most_chunks = (int)nji_min_i64(NJI_TILE_THREAD_BYTES / size, NJI_TILE_THREAD_ELEMENTS) / choice->vec;
+    most_chunks = (int)nji_min_i64(most_chunks, NJI_TILE_THREAD_ACCESSES);
+    for (choice->lanes = NJI_TILE_RUN_BYTES / (choice->vec * size); choice->lanes >= 1;
+         choice->lanes /= 2) {
+        for (threads = NJI_TILE_RESIDENT / 2; threads <= NJI_TILE_RESIDENT; threads *= 2) {
+            int64_t col_lanes = threads / choice->lanes;
+            if (cols > col_lanes * most_chunks) continue;
+            choice->family = NJI_TILES;
+            choice->chunks = (int)nji_ceil_div(cols, col_lanes);
+            choice->threads =
+                nji_round_up((int)nji_ceil_div(cols, choice->chunks) * choice->lanes, 32);
+            choice->blocks = NJI_TILE_RESIDENT / choice->threads;
+            choice->slices = 1;
+            return;
+        }
+    }
+}
+
+/* Rows that a block of the fast kernels works on at a time. */
 static int nji_block_rows(const nji_choice *choice) {
-    return choice->threads / choice->lanes;
+    return choice->family == NJI_TILES ? choice->lanes * choice->vec : choice->threads / choice->lanes;
 }
 
 static int64_t nji_clamp(int64_t value, int64_t low, int64_t high) {
@@ -242,7 +289,9 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     }
     if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
         const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
-        if (row) nji_cut_row(desc, row, cols, facts->arch, choice);
+        int64_t run;
+        if (nji_is_channels_first(desc, &run)) nji_cut_tiles(desc, run, cols, choice);
+        else if (row) nji_cut_row(desc, row, cols, facts->arch, choice);
     }
     if (choice->family == NJI_SPLIT && (choice->forward || (desc->grads & NJ_GRAD_DX))) {
         /* 2 accumulators for each slice of some thousand elements: far from overflow. */
@@ -275,8 +324,8 @@ static const char *nji_device_type(nj_dtype dtype) {
     return name[dtype];
 }
 
-/* For norm_rows.cu: everything that the descriptor's columns and types fix. */
-static void nji_rows_options(const nj_desc *desc, int64_t cols, const nji_choice *choice,
+/* For norm_rows.cu and norm_tiles.cu: everything that the descriptor's columns and types fix. */
+static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice *choice,
                              nji_options *options) {
     options->count = 0;
     nji_add_option(options, "-DNJI_X=%s", nji_device_type(desc->dtype));
@@ -289,13 +338,19 @@ static void nji_rows_options(const nj_desc *desc, int64_t cols, const nji_choice
     nji_add_option(options, "-DNJI_ACCUMULATE=%u", (unsigned)(desc->accumulate & NJ_GRAD_DX));
     nji_add_option(options, "-DNJI_COLS=%lld", (long long)cols);
     nji_add_option(options, "-DNJI_VEC=%d", choice->vec);
-    nji_add_option(options, "-DNJI_LANES=%d", choice->lanes);
     nji_add_option(options, "-DNJI_CHUNKS=%d", choice->chunks);
-    nji_add_option(options, "-DNJI_THREADS=%d", choice->threads);
-    nji_add_option(options, "-DNJI_SLICES=%d", choice->slices);
-    nji_add_option(options, "-DNJI_CLUSTER=%d", choice->cluster);
     nji_add_option(options, "-DNJI_BLOCKS=%d", choice->blocks);
-    nji_add_option(options, "-DNJI_PREFETCH=%d", choice->prefetch);
+    if (choice->family == NJI_TILES) {
+        nji_add_option(options, "-DNJI_ROW_LANES=%d", choice->lanes);
+        nji_add_option(options, "-DNJI_COL_LANES=%d", choice->threads / choice->lanes);
+    } else {
+        nji_add_option(options, "-DNJI_LANES=%d", choice->lanes);
+        nji_add_option(options, "-DNJI_THREADS=%d", choice->threads);
+        nji_add_option(options, "-DNJI_SLICES=%d", choice->slices);
+        nji_add_option(options, "-DNJI_CLUSTER=%d", choice->cluster);
+        nji_add_option(options, "-DNJI_PREFETCH=%d", choice->prefetch);
+        nji_add_option(options, "-DNJI_AHEAD=%d", choice->ahead);
+    }
 }
 
 /* For norm_strided.cu: shapes and strides are arguments; types and direction are fixed. */
