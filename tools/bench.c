@@ -153,7 +153,7 @@ typedef struct machine {
                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                   void *stream, void **parameters, void **extra);
     void *roofline[2][3]; /* elementwise kernels: copy and add, by log2 of the unrolling */
-    void *empty;          /* a kernel that does nothing */
+    void *empty;          /* the kernel of load_empty */
 } machine;
 
 static void machine_require(machine *m, int ok) {
@@ -211,6 +211,14 @@ static void *machine_load(machine *m, const char *ptx, const char *name) {
     machine_require(
         m, gpu_ok(&m->gpu, m->module_function(&function, module, name), "cuModuleGetFunction"));
     return function;
+}
+
+static void machine_launch(machine *m, void *function, uint64_t blocks, unsigned threads,
+                           void **parameters) {
+    machine_require(m, gpu_ok(&m->gpu,
+                              m->launch(function, (unsigned)blocks, 1, 1, threads, 1, 1, 0,
+                                        m->gpu.stream, parameters, NULL),
+                              "cuLaunchKernel"));
 }
 
 static double now(void) {
@@ -439,14 +447,6 @@ static void roofline_write(char *text, size_t room, int is_add, int unroll) {
     if (n >= room) die("roofline", "PTX does not fit");
 }
 
-static void machine_launch(machine *m, void *function, uint64_t blocks, unsigned threads,
-                           void **parameters) {
-    machine_require(m, gpu_ok(&m->gpu,
-                              m->launch(function, (unsigned)blocks, 1, 1, threads, 1, 1, 0,
-                                        m->gpu.stream, parameters, NULL),
-                              "cuLaunchKernel"));
-}
-
 static void roofline_launch(machine *m, const roofline *r, const operands *o, int set) {
     const nj_args *a = &o->args[set];
     uint64_t count = (uint64_t)o->bytes / 16, block = (uint64_t)r->unroll * r->threads;
@@ -507,7 +507,7 @@ static double median(double *values, int count) {
     return count % 2 ? values[count / 2] : (values[count / 2 - 1] + values[count / 2]) / 2;
 }
 
-enum { MAX_REPEATS = 1000, LEAST_SELECTS = 5 };
+enum { MAX_REPEATS = 1000 };
 
 static times time_host(machine *m, const problem *p, const operands *o, int repeats) {
     static double ours[MAX_REPEATS], roofline[MAX_REPEATS];
@@ -760,7 +760,17 @@ static void check_norm(machine *m, const operands *o, int set) {
     require(nj_plan_can_implement(o->plan, &o->args[set]));
 }
 
-/* As many launches as a run makes, of a kernel that takes the same parameter and does nothing. */
+/* A kernel that takes the parameter of ours and does nothing. */
+static void *load_empty(machine *m) {
+    char text[256];
+    snprintf(text, sizeof text,
+             ".version 6.3\n.target sm_75\n.address_size 64\n"
+             ".visible .entry empty(.param .align 8 .b8 problem[%zu])\n{\nret;\n}\n",
+             sizeof(nji_problem));
+    return machine_load(m, text, "empty");
+}
+
+/* As many launches as a run on packed operands makes. */
 static void launch_bare(machine *m, const operands *o, int set) {
     static nji_problem problem;
     void *parameters[1];
@@ -792,14 +802,7 @@ static double thread_us(machine *m, const operands *o, int repeats,
 static void measure_overhead(machine *m, const problem *p, int repeats, table *t) {
     operands o;
     if (!repeats) repeats = 21;
-    if (m->on_gpu && !m->empty) {
-        char text[256];
-        snprintf(text, sizeof text,
-                 ".version 6.3\n.target sm_75\n.address_size 64\n"
-                 ".visible .entry empty(.param .align 8 .b8 problem[%zu])\n{\nret;\n}\n",
-                 sizeof(nji_problem));
-        m->empty = machine_load(m, text, "empty");
-    }
+    if (m->on_gpu && !m->empty) m->empty = load_empty(m);
     operands_open(m, p, &o);
     table_row_begin(t, p);
     table_number(t, 3, thread_us(m, &o, repeats, run_norm));
@@ -854,9 +857,10 @@ static double seconds_of_select(nj_ctx *ctx, const nj_desc *desc, int calls) {
    median, what NVRTC does at its first use in a process. */
 static void measure_select(machine *m, const problem *p, int repeats, table *t) {
     static double cold[MAX_REPEATS], disk[MAX_REPEATS], memory[MAX_REPEATS];
+    const int least_repeats = 5;
     nj_desc desc = describe(p);
     int i;
-    if (repeats < LEAST_SELECTS) repeats = LEAST_SELECTS;
+    if (repeats < least_repeats) repeats = least_repeats;
     for (i = 0; i < repeats; i++) {
         char folder[1024];
         nj_ctx_desc how = {0};
