@@ -259,7 +259,7 @@ typedef struct operands {
     void **memory; /* likewise: all tensors of a set */
     void *workspace;
     size_t workspace_bytes;
-    int launches;  /* kernels that a call on packed operands launches */
+    int launches;  /* kernels that a call launches; packed, rows not split over two of them */
     int64_t bytes; /* of x's elements */
     double moved;  /* bytes that one call must move */
 } operands;
@@ -723,10 +723,17 @@ static void table_end(const table *t) {
 typedef void (*measure_fn)(machine *m, const problem *p, int repeats, table *t);
 
 static const column norm_columns[] = {
-    PROBLEM_COLUMNS,        {NULL, "impl", -1},     {"roofline us", "roofline_us", 11},
-    {"ours us", "us", 11},  {"MB", NULL, 8},        {"GB/s", NULL, 7},
-    {"ours/roof", NULL, 9}, {"roof/ours", NULL, 9}, {"kernel", "kernel", -1},
-    END_OF_COLUMNS};
+    PROBLEM_COLUMNS,
+    {NULL, "impl", -1},
+    {"roofline us", "roofline_us", 11},
+    {"ours us", "us", 11},
+    {"MB", NULL, 8},
+    {"GB/s", NULL, 7},
+    {"ours/roof", NULL, 9},
+    {"roof/ours", NULL, 9},
+    {"kernel", "kernel", -1},
+    END_OF_COLUMNS,
+};
 
 static void measure_norm(machine *m, const problem *p, int repeats, table *t) {
     operands o;
@@ -770,7 +777,7 @@ static void *load_empty(machine *m) {
     return machine_load(m, text, "empty");
 }
 
-/* As many launches as a run on packed operands makes. */
+/* As many launches as a run makes. */
 static void launch_bare(machine *m, const operands *o, int set) {
     static nji_problem problem;
     void *parameters[1];
