@@ -15,6 +15,11 @@
 #include <stdio.h>
 #include <string.h>
 
+/* Another library in the driver's place: a program that includes this file may name one before. */
+#ifndef GPU_DRIVER
+#define GPU_DRIVER "libcuda.so.1"
+#endif
+
 /* The driver's types are an enum (CUresult), an int (CUdevice), an address (CUdeviceptr) and
    pointers to structs that nobody looks into. */
 typedef struct gpu_api {
@@ -75,7 +80,7 @@ static inline int gpu_ok(gpu *g, int result, const char *call) {
 static inline int gpu_symbol(gpu *g, void *library, const char *name, void *slot) {
     void *symbol = dlsym(library, name);
     memcpy(slot, &symbol, sizeof symbol);
-    if (!symbol) snprintf(g->error, sizeof g->error, "libcuda.so.1 lacks %s", name);
+    if (!symbol) snprintf(g->error, sizeof g->error, GPU_DRIVER " lacks %s", name);
     return symbol != NULL;
 }
 
@@ -135,12 +140,12 @@ static inline int gpu_make_current(gpu *g) {
 static inline int gpu_open(gpu *g, int ordinal) {
     const int attribute_processors = 16, attribute_major = 75, attribute_minor = 76;
     const unsigned non_blocking = 1;
-    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    void *library = dlopen(GPU_DRIVER, RTLD_NOW | RTLD_LOCAL);
     int count = 0, major = 0, minor = 0;
     memset(g, 0, sizeof *g);
     if (!library) {
         const char *text = dlerror();
-        snprintf(g->error, sizeof g->error, "no CUDA driver: %s", text ? text : "libcuda.so.1");
+        snprintf(g->error, sizeof g->error, "no CUDA driver: %s", text ? text : GPU_DRIVER);
         return 0;
     }
     if (!gpu_load(g, library)) return 0;

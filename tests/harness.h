@@ -174,6 +174,10 @@ static inline int open_backend(nj_backend kind, uint32_t flags) {
     }
     desc.backend = kind;
     desc.flags = flags;
+#ifdef HARNESS_NVRTC /* with GPU_DRIVER: stand-ins that run kernels without a GPU */
+    desc.driver_path = GPU_DRIVER;
+    desc.nvrtc_path = HARNESS_NVRTC;
+#endif
     if (nj_ctx_create(&bed.ctx, &desc) != NJ_OK) {
         print_error("%s\n", nj_last_error());
         return -1;

@@ -1,0 +1,44 @@
+/* What passes between the SIMT host's driver (simt_cuda.c and its neighbours) and the objects that its
+   compiler (simt_nvrtc.c) makes of the kernels with simt_device.h. C and C++. */
+#ifndef SIMT_H
+#define SIMT_H
+
+#include <stddef.h>
+
+typedef struct simt_index {
+    unsigned x, y, z;
+} simt_index;
+
+typedef struct simt_thread {
+    simt_index thread, block, threads, blocks; /* threadIdx, blockIdx, blockDim, gridDim */
+} simt_thread;
+
+/* What a thread of a kernel asks for. A fault does not return. */
+typedef struct simt_host {
+    /* Before every access to memory that is not the compiler's own. */
+    void (*access)(const void *address, size_t bytes, int writes);
+    void (*barrier)(void);
+    void (*cluster_barrier)(void);
+    /* The value of the lane whose number differs by the bits of mask. All 32 lanes take part. */
+    unsigned long long (*exchange)(unsigned long long value, unsigned mask);
+    /* The cluster's window on shared memory: the block's rank above, the offset below. */
+    unsigned (*shared_address)(const void *address);
+    void (*store_cluster)(unsigned address, const void *value, size_t bytes);
+    void (*wait_for_earlier_kernels)(void);
+    void (*prefetch)(unsigned long long address, long long bytes);
+} simt_host;
+
+#define SIMT_RANK_SHIFT 24 /* of a block's rank in an address of that window */
+
+/* One compiled program; the symbol is simt_this. */
+typedef struct simt_object {
+    int arch;            /* 90 for sm_90 */
+    int element_bytes;   /* of NJI_X */
+    int slices, cluster; /* of a row; blocks of a cluster, 1 = none */
+    char *shared_begin, *shared_end;
+    /* Set by the driver: */
+    const simt_host *host;
+    const simt_thread *thread; /* the one that runs */
+} simt_object;
+
+#endif
