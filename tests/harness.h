@@ -232,6 +232,9 @@ static inline void need_host(void) {
 
 /* The number of failed tests. */
 static inline int run_on_every_backend(const struct CMUnitTest *tests, size_t count) {
+#ifdef HARNESS_NVRTC
+    return _cmocka_run_group_tests("SIMT host", tests, count, open_cuda, close_backend);
+#endif
     return _cmocka_run_group_tests("host", tests, count, open_host, close_backend) +
            _cmocka_run_group_tests("cuda", tests, count, open_cuda, close_backend) +
            _cmocka_run_group_tests("cuda, embedded PTX", tests, count, open_fallback,

@@ -52,6 +52,10 @@ typedef struct config {
 } config;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of launches and device memory */
+static struct {
+    char name[64];
+    int count;
+} launched[32];                                          /* of each kernel */
 static char fault[512];                                  /* of the latest launch that failed */
 static int primary;                                      /* the one context: its address */
 static _Thread_local void *stack[16];
@@ -264,6 +268,22 @@ static int is_shape(const config *c) {
            block[0] && block[1] && block[2] == 1 && block[0] * block[1] <= MOST_THREADS && !c->shared;
 }
 
+static int *launches_of(const char *name) {
+    int i = 0;
+    while (i < 31 && launched[i].name[0] && strcmp(launched[i].name, name) != 0) i++;
+    snprintf(launched[i].name, sizeof launched[i].name, "%s", name);
+    return &launched[i].count;
+}
+
+/* For tests: how often a kernel has been launched. */
+int simt_launches(const char *name) {
+    int count;
+    pthread_mutex_lock(&lock);
+    count = *launches_of(name);
+    pthread_mutex_unlock(&lock);
+    return count;
+}
+
 static int launch(const config *c, const function *f, void **parameters) {
     simt_launch launch;
     unsigned i;
@@ -283,6 +303,7 @@ static int launch(const config *c, const function *f, void **parameters) {
         launch.is_dependent = c->attributes[i].value.dependent;
     }
     pthread_mutex_lock(&lock);
+    ++*launches_of(f->name);
     result = simt_run(&launch, parameters[0], fault, sizeof fault);
     pthread_mutex_unlock(&lock);
     return result;

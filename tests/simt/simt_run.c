@@ -365,9 +365,10 @@ static void report_deadlock(void) {
 static void run_cluster(void) {
     const uint32_t threads = run.block_threads * run.cluster_blocks;
     while (!run.result && !all_are(run.fibers, threads, DONE)) {
+        const unsigned turn = run.turn / 4;
         int moved = 0, i;
         for (i = 0; i < (int)run.cluster_blocks && !run.result; i++) {
-            const int rank = (int)turn_of((uint32_t)i, run.cluster_blocks, run.turn / 4);
+            const int rank = (int)turn_of((uint32_t)i, run.cluster_blocks, turn);
             exchange_shared(rank, 1);
             moved |= run_block(rank);
             exchange_shared(rank, 0);

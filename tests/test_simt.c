@@ -1,0 +1,546 @@
+/* The CUDA backend without a GPU: the kernels' own sources, compiled for this processor and run thread by
+   thread by the SIMT host (tests/simt), which also watches every access to memory. Here: that the host
+   notices what it should, and each kernel at each kind of geometry, on three architectures with so few
+   multiprocessors that blocks have much to walk over. test_layouts and others run on it, too. */
+#define _POSIX_C_SOURCE 200809L /* setenv */
+#include "harness.h"
+
+static int (*simt_launches)(const char *name);
+
+static int open_device(const char *capability, const char *multiprocessors) {
+    void *library = dlopen(GPU_DRIVER, RTLD_NOW | RTLD_LOCAL);
+    void *symbol = library ? dlsym(library, "simt_launches") : NULL;
+    memcpy(&simt_launches, &symbol, sizeof symbol);
+    setenv("NJ_SIMT_CC", capability, 1);
+    setenv("NJ_SIMT_SMS", multiprocessors, 1);
+    return symbol ? open_cuda(NULL) : -1;
+}
+
+static int open_sm_90(void **state) {
+    (void)state;
+    return open_device("90", "3");
+}
+
+static int open_sm_80(void **state) {
+    (void)state;
+    return open_device("80", "2");
+}
+
+static int open_sm_75(void **state) {
+    (void)state;
+    return open_device("75", "1");
+}
+
+/* ---- kernels that are wrong in one way each ------------------------------------------------- */
+
+enum { BLOCKS = 2, THREADS = 64 };
+
+/* Statements of a kernel nj_probe_forward with 64 threads in each of 2 blocks. x and y hold 64 floats;
+   x may be read and y written. `text` is what the error's text must hold; NULL: no error. */
+typedef struct probe {
+    const char *name, *body, *text;
+    int is_cluster;
+} probe;
+
+#define SETUP                                                                                          \
+    "nji_begin(); const int t = threadIdx.x; const float *x = (const float *)p.x.data;"                \
+    "float *y = (float *)p.y.data; const bool first = blockIdx.x == 0;\n"                              \
+    "__shared__ float s[64];\n"
+
+static const probe probes[] = {
+    {"a sound kernel passes",
+     SETUP "s[t] = x[t]; __syncthreads(); const float v = nji_swap(s[t ^ 32], 1);"
+           "if (first) y[t] = v;",
+     NULL, 0},
+    {"a barrier that some threads do not reach is noticed",
+     SETUP "if (t < 32) __syncthreads(); if (first) y[t] = x[t];", "hangs", 0},
+    {"a thread that ends while others wait is noticed",
+     SETUP "if (t == 5) return; __syncthreads(); if (first) y[t] = x[t];", "1 have ended", 0},
+    {"an exchange that lacks a lane is noticed",
+     SETUP "if (first) y[t] = t == 3 ? 0 : nji_swap(x[t], 1);", "to exchange within their warp", 0},
+    {"a read past an operand is noticed", SETUP "if (first) y[t] = x[t + 1];",
+     "thread 63 of block (0, 0) reads 4 bytes of device memory", 0},
+    {"a write past an operand is noticed", SETUP "if (first) y[t + 1] = x[t];",
+     "no operand that it may write", 0},
+    {"a write to an input is noticed", SETUP "if (first) ((float *)x)[t] = 0;",
+     "no operand that it may write", 0},
+    {"a read of an output is noticed", SETUP "if (first) y[t] += x[t];", "no operand that it may read",
+     0},
+    {"an access to no memory of the device is noticed", SETUP "if (first) y[t] = x[1ll << 40];",
+     "no memory of the device", 0},
+    {"an access that is not aligned is noticed",
+     SETUP "if (first && t == 0) { nji_pack<float, 4> q; q.load(x + 1); q.store(y); }",
+     "CUDA_ERROR_MISALIGNED_ADDRESS", 0},
+    {"a barrier that is missing before a read is noticed",
+     SETUP "s[t] = x[t]; const float v = s[t ^ 1]; if (first) y[t] = v;", "no barrier is between", 0},
+    {"a barrier that is missing after a read is noticed",
+     SETUP "s[t] = x[t]; __syncthreads(); const float v = s[t ^ 1]; s[t] = 0; if (first) y[t] = v;",
+     "no barrier is between", 0},
+    {"two threads that write one element are noticed", SETUP "y[t] = x[t];",
+     "of block 0 wrote it, no barrier is between", 0},
+    {"memory touched before earlier kernels have ended is noticed",
+     "if (threadIdx.x == 0 && blockIdx.x == 0) *(float *)p.y.data = *(const float *)p.x.data;",
+     "before it waits for earlier kernels", 0},
+    {"blocks of a cluster exchange shared memory",
+     SETUP "nji_cluster_sync(); nji_cluster_store(&s[t], 1 - blockIdx.x, x[t ^ 33]);"
+           "nji_cluster_sync(); if (first) y[t] = s[t];",
+     NULL, 1},
+    {"a missing barrier of the cluster is noticed",
+     SETUP "s[t] = 0; nji_cluster_store(&s[t], 1 - blockIdx.x, x[t]); nji_cluster_sync();"
+           "if (first) y[t] = s[t];",
+     "no barrier is between", 1},
+    {"a cluster barrier that a block does not reach is noticed",
+     SETUP "if (first) nji_cluster_sync();", "64 at one of the cluster", 1},
+    {"a store past a cluster is noticed",
+     SETUP "nji_cluster_sync(); nji_cluster_store(&s[t], 2, x[t]); nji_cluster_sync();",
+     "of block 2 of its cluster", 1},
+    {"PTX that the host does not know does not compile",
+     SETUP "asm volatile(\"membar.gl;\" ::: \"memory\");", "ptx_membar_gl", 0},
+};
+
+/* The strided program with neither of its kernels is our types and helpers; the probe follows. */
+static const char **probe_lines(const char *body) {
+    size_t count = 0;
+    const char **lines;
+    while (nji_program_strided[count]) count++;
+    lines = (const char **)calloc(count + 4, sizeof *lines);
+    memcpy(lines, nji_program_strided, count * sizeof *lines);
+    lines[count] = "extern \"C\" __global__ void nj_probe_forward(NJI_PARAMETER p) {\n";
+    lines[count + 1] = body;
+    lines[count + 2] = "\n}\n";
+    return lines;
+}
+
+static nj_status compile_probe(const probe *row, void **function) {
+    const char *options[] = {"-DNJI_X=float",     "-DNJI_PARAM_CODE=3", "-DNJI_STAT_CODE=3",
+                             "-DNJI_FORWARD=0",   "-DNJI_BACKWARD=0",   "-DNJI_SLICES=2",
+                             "-DNJI_CLUSTER=1"};
+    const nji_module *module;
+    nji_jit_request request = {0};
+    nj_status status;
+    request.name = "probe";
+    request.lines = probe_lines(row->body);
+    request.source_hash = nji_hash_text(NJI_HASH_SEED, row->body);
+    request.options = options;
+    request.option_count = row->is_cluster ? 7 : 5;
+    request.arch = bed.ctx->cuda.facts.arch;
+    status = nji_cuda_compiled(&bed.ctx->cuda, &request, &module, "compile_probe");
+    if (status == NJ_OK) {
+        status = nji_cuda_function(&bed.ctx->cuda, module, "nj_probe_forward", function, "probe");
+    }
+    free((void *)request.lines);
+    return status;
+}
+
+static nji_problem probe_problem(float *x, float *y) {
+    nji_problem p;
+    memset(&p, 0, sizeof p);
+    p.x.data = x;
+    p.y.data = y;
+    p.extent[0] = p.x.stride[1] = p.y.stride[1] = 1;
+    p.extent[1] = p.cols = THREADS;
+    p.x.stride[0] = p.y.stride[0] = THREADS;
+    p.rows = p.row_dims = p.col_dims = 1;
+    return p;
+}
+
+static void the_host_notices(void **state) {
+    const probe *row = (const probe *)*state;
+    const nji_grid grid = nji_grid_of(BLOCKS, 1, THREADS, 1);
+    float values[THREADS], *x, *y;
+    void *function = NULL;
+    nji_problem p;
+    nj_status status;
+    need_backend();
+    status = compile_probe(row, &function);
+    for (int i = 0; i < THREADS; i++) values[i] = (float)i;
+    x = (float *)gpu_alloc(&bed.gpu, 2 * sizeof values); /* with room behind it */
+    y = (float *)gpu_alloc(&bed.gpu, 2 * sizeof values);
+    require_gpu_ok(x && y && gpu_upload(&bed.gpu, x, values, sizeof values));
+    p = probe_problem(x, y);
+    if (status == NJ_OK)
+        status = nji_launch(&bed.ctx->cuda, function, &grid, &p, bed.gpu.stream, "the_host_notices");
+    if (row->text) {
+        assert_int_not_equal(status, NJ_OK);
+        if (!strstr(nj_last_error(), row->text)) fail_msg("the error is %s", nj_last_error());
+    } else {
+        require_ok(status);
+        require_gpu_ok(gpu_download(&bed.gpu, values, y, sizeof values));
+        for (int i = 0; i < THREADS; i++) assert_true(values[i] == (float)(i ^ 33));
+    }
+    gpu_free(&bed.gpu, x);
+    gpu_free(&bed.gpu, y);
+}
+
+/* ---- the geometry of a choice, and which of it the cases reached ---------------------------- */
+
+typedef struct geometry {
+    int family, vec, lanes, chunks, warps; /* warps: that share a row, of all blocks of a cluster */
+    int rows, cluster, prefetch, is_exact; /* rows: of a block; cluster: its blocks */
+} geometry;
+
+static geometry geometry_of(const nji_choice *c, int64_t cols) {
+    geometry g;
+    const int is_tile = c->family == NJI_TILES;
+    const int64_t along = is_tile ? c->threads / c->lanes : (int64_t)c->lanes * c->vec;
+    g.family = c->family;
+    g.vec = c->vec;
+    g.lanes = c->lanes;
+    g.chunks = c->chunks;
+    g.cluster = c->cluster ? c->slices : 1;
+    g.warps = (c->lanes + 31) / 32 * g.cluster;
+    g.rows = nji_block_rows(c);
+    g.prefetch = c->prefetch;
+    g.is_exact = along * c->chunks * c->slices == cols;
+    return g;
+}
+
+/* A field of the geometry within bounds, in one of the directions or in both. */
+typedef struct feature {
+    int family;
+    const char *name;
+    size_t field;
+    int least, most;
+    int is_of[2]; /* backward, forward */
+} feature;
+
+#define FIELD(name) #name, offsetof(geometry, name)
+static const feature features[] = {
+    {NJI_ROWS, FIELD(lanes), 1, 1, {1, 1}},      {NJI_ROWS, FIELD(lanes), 2, 16, {1, 1}},
+    {NJI_ROWS, FIELD(lanes), 32, 32, {1, 1}},    {NJI_ROWS, FIELD(lanes), 33, 1024, {1, 1}},
+    {NJI_ROWS, FIELD(warps), 2, 8, {1, 1}},      {NJI_ROWS, FIELD(warps), 9, 32, {1, 1}},
+    {NJI_ROWS, FIELD(warps), 33, 256, {1, 1}},   {NJI_ROWS, FIELD(rows), 1, 1, {1, 1}},
+    {NJI_ROWS, FIELD(rows), 2, 32, {1, 1}},      {NJI_ROWS, FIELD(rows), 33, 256, {1, 1}},
+    {NJI_ROWS, FIELD(vec), 1, 1, {1, 1}},        {NJI_ROWS, FIELD(vec), 2, 2, {1, 1}},
+    {NJI_ROWS, FIELD(vec), 4, 4, {1, 1}},        {NJI_ROWS, FIELD(vec), 8, 8, {1, 1}},
+    {NJI_ROWS, FIELD(chunks), 1, 1, {1, 1}},     {NJI_ROWS, FIELD(chunks), 2, 64, {1, 1}},
+    {NJI_ROWS, FIELD(cluster), 2, 2, {1, 1}},    {NJI_ROWS, FIELD(cluster), 4, 4, {1, 1}},
+    {NJI_ROWS, FIELD(cluster), 8, 8, {1, 1}},    {NJI_ROWS, FIELD(is_exact), 0, 0, {1, 1}},
+    {NJI_ROWS, FIELD(is_exact), 1, 1, {1, 1}},   {NJI_ROWS, FIELD(prefetch), 0, 0, {1, 1}},
+    {NJI_ROWS, FIELD(prefetch), 1, 1, {1, 0}},   {NJI_SPLIT, FIELD(is_exact), 0, 0, {1, 1}},
+    {NJI_SPLIT, FIELD(is_exact), 1, 1, {1, 1}},  {NJI_SPLIT, FIELD(prefetch), 0, 0, {1, 1}},
+    {NJI_SPLIT, FIELD(prefetch), 1, 1, {1, 0}},  {NJI_TILES, FIELD(lanes), 1, 1, {1, 1}},
+    {NJI_TILES, FIELD(lanes), 2, 2, {1, 1}},     {NJI_TILES, FIELD(lanes), 4, 4, {1, 1}},
+    {NJI_TILES, FIELD(lanes), 8, 8, {1, 1}},     {NJI_TILES, FIELD(lanes), 16, 16, {1, 1}},
+    {NJI_TILES, FIELD(lanes), 32, 32, {1, 1}},   {NJI_TILES, FIELD(vec), 1, 1, {1, 1}},
+    {NJI_TILES, FIELD(vec), 2, 2, {1, 1}},       {NJI_TILES, FIELD(vec), 4, 4, {1, 1}},
+    {NJI_TILES, FIELD(vec), 8, 8, {1, 1}},       {NJI_TILES, FIELD(chunks), 1, 1, {1, 1}},
+    {NJI_TILES, FIELD(chunks), 2, 16, {1, 1}},   {NJI_TILES, FIELD(is_exact), 0, 0, {1, 1}},
+    {NJI_TILES, FIELD(is_exact), 1, 1, {1, 1}},
+};
+
+static int reached[COUNT_OF(features)][2];
+
+static const char *const family_name[] = {"rows", "split", "tiles", "strided"};
+
+static void note_geometry(const nji_choice *choice, int64_t cols) {
+    geometry g;
+    if (choice->family == NJI_STRIDED) return; /* no geometry of its own */
+    g = geometry_of(choice, cols);
+    for (size_t i = 0; i < COUNT_OF(features); i++) {
+        int value;
+        memcpy(&value, (const char *)&g + features[i].field, sizeof value);
+        if (g.family == features[i].family && value >= features[i].least && value <= features[i].most)
+            reached[i][choice->forward] = 1;
+    }
+}
+
+/* A tuning table that changes may take a case from what it was meant to reach: then add another. */
+static void the_cases_reached_every_kind_of_geometry(void **state) {
+    int missing = 0;
+    (void)state;
+    need_backend();
+    for (size_t i = 0; i < COUNT_OF(features); i++) {
+        for (int forward = 0; forward < 2; forward++) {
+            if (reached[i][forward] || !features[i].is_of[forward]) continue;
+            print_error("no case has %s, %s, with %s of %d to %d\n", family_name[features[i].family],
+                        forward ? "forward" : "backward", features[i].name, features[i].least,
+                        features[i].most);
+            missing++;
+        }
+    }
+    assert_int_equal(missing, 0);
+}
+
+/* ---- cases ---------------------------------------------------------------------------------- */
+
+typedef struct simt_case {
+    const char *name;
+    nji_family family[2]; /* of the backward and of the forward */
+    nj_dtype dtype, param_dtype, stat_dtype;
+    int64_t shape[4];
+    uint32_t norm_axes;
+} simt_case;
+
+#define ROWS                                                                                           \
+    { NJI_ROWS, NJI_ROWS }
+#define SPLIT                                                                                          \
+    { NJI_SPLIT, NJI_SPLIT }
+#define TILES                                                                                          \
+    { NJI_TILES, NJI_TILES }
+#define STRIDED                                                                                        \
+    { NJI_STRIDED, NJI_STRIDED }
+#define SPLIT_BACKWARD                                                                                 \
+    { NJI_SPLIT, NJI_ROWS }
+
+/* Shapes of two, three or four axes. */
+static const simt_case on_sm_90[] = {
+    {"a lane for each row", ROWS, NJ_BF16, NJ_F32, NJ_F32, {7001, 2}, 2},
+    {"a few lanes", ROWS, NJ_F16, NJ_F16, NJ_F16, {901, 12}, 2},
+    {"many rows in a block, all columns taken", ROWS, NJ_F32, NJ_BF16, NJ_F32, {501, 64}, 2},
+    {"a warp with single elements", ROWS, NJ_F32, NJ_F32, NJ_F32, {201, 33}, 2},
+    {"a warp, all columns taken", ROWS, NJ_BF16, NJ_BF16, NJ_BF16, {301, 256}, 2},
+    {"a warp with several packs", ROWS, NJ_F16, NJ_F32, NJ_F32, {75, 760}, 2},
+    {"a warp with packs of two doubles", ROWS, NJ_F64, NJ_F64, NJ_F64, {90, 100}, 2},
+    {"doubles one by one", ROWS, NJ_F64, NJ_F32, NJ_F64, {120, 7}, 2},
+    {"two and more warps", ROWS, NJ_BF16, NJ_F32, NJ_F32, {70, 1000}, 2},
+    {"warps with single elements", ROWS, NJ_F16, NJ_F16, NJ_F32, {30, 1027}, 2},
+    {"warps, all columns taken", ROWS, NJ_F32, NJ_F32, NJ_F32, {30, 2048}, 2},
+    {"more than eight warps", ROWS, NJ_F16, NJ_BF16, NJ_F32, {9, 8200}, 2},
+    {"a cluster of two backward", ROWS, NJ_F32, NJ_F16, NJ_F32, {11, 8200}, 2},
+    {"a cluster of four backward", ROWS, NJ_F32, NJ_F32, NJ_F32, {7, 17000}, 2},
+    {"a cluster of eight forward", SPLIT_BACKWARD, NJ_BF16, NJ_BF16, NJ_F32, {4, 66000}, 2},
+    {"a cluster of two forward, of four backward", ROWS, NJ_F64, NJ_F64, NJ_F64, {7, 8200}, 2},
+    {"a cluster of four forward, of eight backward", ROWS, NJ_F64, NJ_F64, NJ_F64, {4, 16386}, 2},
+    {"a cluster of eight forward, of doubles", SPLIT_BACKWARD, NJ_F64, NJ_F64, NJ_F64, {3, 33000}, 2},
+    {"rows too long for a cluster", SPLIT, NJ_F32, NJ_F32, NJ_F32, {3, 132001}, 2},
+    {"tiles of a few channels", TILES, NJ_BF16, NJ_F32, NJ_F32, {3, 3, 2, 100}, 2},
+    {"one channel", STRIDED, NJ_F16, NJ_F16, NJ_F16, {2, 1, 264}, 2},
+    {"tiles of single pixels", TILES, NJ_BF16, NJ_BF16, NJ_BF16, {3, 7, 33}, 2},
+    {"tiles of pairs", TILES, NJ_F16, NJ_F32, NJ_F32, {3, 96, 50}, 2},
+    {"tiles of eight lanes", TILES, NJ_F32, NJ_F32, NJ_F32, {2, 40, 50}, 2},
+    {"tiles that fill, and the last of a run that does not", TILES, NJ_BF16, NJ_F32, NJ_F32,
+     {3, 40, 152}, 2},
+    {"tiles of many channels", TILES, NJ_F32, NJ_BF16, NJ_F32, {2, 768, 36}, 2},
+    {"tiles that leave columns out", TILES, NJ_F32, NJ_F32, NJ_F32, {2, 300, 20}, 2},
+    {"tiles of one lane", TILES, NJ_BF16, NJ_BF16, NJ_F32, {2, 1500, 24}, 2},
+    {"tiles of doubles", TILES, NJ_F64, NJ_F64, NJ_F64, {2, 300, 50}, 2},
+    {"tiles of columns that rows follow and precede", TILES, NJ_F32, NJ_F32, NJ_F32, {70, 20}, 1},
+    {"too many channels for tiles", STRIDED, NJ_F16, NJ_F16, NJ_F32, {2, 5000, 8}, 2},
+    {"columns in two axes that do not merge", STRIDED, NJ_F32, NJ_F32, NJ_F32, {5, 9, 7, 11}, 10},
+    {"rows in two axes that do not merge", STRIDED, NJ_F64, NJ_F32, NJ_F64, {40, 3, 9, 2}, 5},
+    {"many columns in two axes", STRIDED, NJ_BF16, NJ_F32, NJ_BF16, {37, 11, 39}, 5},
+    {"one column", STRIDED, NJ_F32, NJ_F32, NJ_F32, {300, 1}, 2},
+    {"no rows", ROWS, NJ_BF16, NJ_F32, NJ_F32, {0, 40}, 2},
+    {"one row", ROWS, NJ_F16, NJ_F16, NJ_F32, {1, 40}, 2},
+};
+
+/* No clusters: long rows are split. */
+static const simt_case on_sm_80[] = {
+    {"split rows", SPLIT, NJ_BF16, NJ_BF16, NJ_F32, {5, 17000}, 2},
+    {"split rows, all columns taken", SPLIT, NJ_F32, NJ_F32, NJ_F32, {9, 32768}, 2},
+    {"split doubles", SPLIT, NJ_F64, NJ_F64, NJ_F64, {4, 9001}, 2},
+    {"halves in rows", ROWS, NJ_F16, NJ_F32, NJ_F32, {60, 300}, 2},
+    {"halves in tiles", TILES, NJ_F16, NJ_F32, NJ_F32, {2, 40, 40}, 2},
+};
+
+/* Conversions to bfloat16 and of pairs are code of ours there. */
+static const simt_case on_sm_75[] = {
+    {"halves in rows", ROWS, NJ_F16, NJ_F32, NJ_F32, {60, 72}, 2},
+    {"bfloat16 in rows", ROWS, NJ_BF16, NJ_BF16, NJ_BF16, {60, 1000}, 2},
+    {"bfloat16 in tiles", TILES, NJ_BF16, NJ_F32, NJ_F32, {2, 20, 40}, 2},
+    {"bfloat16 in split rows", SPLIT, NJ_BF16, NJ_F16, NJ_F32, {4, 20000}, 2},
+    {"bfloat16 in strided rows", STRIDED, NJ_BF16, NJ_BF16, NJ_BF16, {4, 5, 6, 7}, 10},
+};
+
+static nj_desc desc_of(const simt_case *row) {
+    int32_t rank = 4;
+    nj_desc desc;
+    while (rank > 2 && row->shape[rank - 1] == 0) rank--;
+    desc = make_desc(row->dtype, rank, row->shape, row->norm_axes);
+    desc.param_dtype = row->param_dtype;
+    desc.stat_dtype = row->stat_dtype;
+    return desc;
+}
+
+static void note_choice(const nj_desc *like, nj_op op, nji_family ran) {
+    nj_desc desc = *like;
+    nj_plan *plan;
+    desc.op = op;
+    if (op == NJ_OP_LAYER_NORM_FORWARD) desc.grads = desc.accumulate = 0;
+    require_ok(nj_plan_select(&plan, bed.ctx, &desc, NULL));
+    if (plan->cuda.choice.family == ran) note_geometry(&plan->cuda.choice, plan->cols);
+    nj_plan_destroy(plan);
+}
+
+/* The kernel that ends a run of a family. */
+static const char *kernel_of(nji_family family, int forward) {
+    static const char *const names[4][2] = {{"nj_rows_backward", "nj_rows_forward"},
+                                            {"nj_split_backward_write", "nj_split_forward_write"},
+                                            {"nj_tiles_backward", "nj_tiles_forward"},
+                                            {"nj_strided_backward", "nj_strided_forward"}};
+    return names[family][forward];
+}
+
+static void a_case_is_right(void **state) {
+    const simt_case *row = (const simt_case *)*state;
+    const nj_desc desc = desc_of(row);
+    int before[2];
+    need_backend();
+    for (int i = 0; i < 2; i++) before[i] = simt_launches(kernel_of(row->family[i], i));
+    check_packed(&desc, 3);
+    for (int i = 0; i < 2 && row->shape[0]; i++) {
+        const char *kernel = kernel_of(row->family[i], i);
+        if (simt_launches(kernel) == before[i]) fail_msg("%s did not run", kernel);
+        note_choice(&desc, i ? NJ_OP_LAYER_NORM_FORWARD : NJ_OP_LAYER_NORM_BACKWARD,
+                    row->family[i]);
+    }
+}
+
+/* ---- what every family does besides --------------------------------------------------------- */
+
+/* A case for each family, and for clusters; small. */
+static const simt_case families[] = {
+    {"rows", ROWS, NJ_F32, NJ_F32, NJ_F32, {70, 20}, 2},
+    {"rows of several warps", ROWS, NJ_F16, NJ_F16, NJ_F32, {20, 1000}, 2},
+    {"clusters", ROWS, NJ_F64, NJ_F64, NJ_F64, {4, 8200}, 2},
+    {"split", SPLIT, NJ_F64, NJ_F64, NJ_F64, {3, 32770 * 2}, 2},
+    {"tiles", TILES, NJ_BF16, NJ_BF16, NJ_F32, {3, 20, 72}, 2},
+    {"strided", STRIDED, NJ_F32, NJ_F32, NJ_F32, {5, 9, 7, 11}, 10},
+};
+
+static void gradients_may_be_wanted_one_by_one_and_added(void **state) {
+    static const uint32_t masks[][2] = {{1, 1}, {2, 0}, {4, 4}, {5, 0}, {6, 2}, {7, 7}};
+    (void)state;
+    for (size_t f = 0; f < COUNT_OF(families); f++) {
+        for (size_t i = 0; i < COUNT_OF(masks); i++) {
+            nj_desc desc = desc_of(&families[f]);
+            problem p;
+            desc.grads = masks[i][0];
+            desc.accumulate = masks[i][1];
+            open_problem(&p, &desc);
+            p.op[DX].absent = !(desc.grads & NJ_GRAD_DX);
+            p.op[DGAMMA].absent = !(desc.grads & NJ_GRAD_DGAMMA);
+            p.op[DBETA].absent = !(desc.grads & NJ_GRAD_DBETA);
+            fill_problem(&p, i);
+            set_statistics(&p);
+            check_backward(&p);
+            close_problem(&p);
+        }
+    }
+}
+
+static void neither_gamma_nor_beta_need_be_there(void **state) {
+    (void)state;
+    for (size_t f = 0; f < COUNT_OF(families); f++) {
+        nj_desc desc = desc_of(&families[f]);
+        desc.has_beta = 0;
+        check_packed(&desc, f);
+        desc.has_gamma = 0;
+        check_packed(&desc, f);
+    }
+}
+
+static void outputs_may_replace_inputs(void **state) {
+    static const int pairs[][2] = {{Y, X}, {DX, X}, {DX, DY}};
+    (void)state;
+    for (size_t f = 0; f < COUNT_OF(families); f++) {
+        for (size_t i = 0; i < COUNT_OF(pairs); i++) {
+            const nj_desc desc = desc_of(&families[f]);
+            problem p;
+            open_problem(&p, &desc);
+            place_over(&p, pairs[i][0], pairs[i][1]);
+            fill_problem(&p, f);
+            set_statistics(&p);
+            if (pairs[i][0] == Y) check_forward(&p);
+            else check_backward(&p);
+            close_problem(&p);
+        }
+    }
+}
+
+/* 16 elements between rows (or images), so that packs stay aligned. */
+static void pad_outermost(operand *o) {
+    if (o->rank < 2 || o->shape[o->rank - 1] == 1) return;
+    o->stride[0] += 16;
+    o->count = o->stride[0] * o->shape[0];
+}
+
+static void outer_strides_may_be_padded(void **state) {
+    (void)state;
+    for (size_t f = 0; f < COUNT_OF(families); f++) {
+        const nj_desc desc = desc_of(&families[f]);
+        const char *kernel = kernel_of(families[f].family[0], 0);
+        const int before = (need_backend(), simt_launches(kernel));
+        problem p;
+        open_problem(&p, &desc);
+        for (int i = 0; i < OPERANDS; i++) {
+            if (BIT(i) & FULL_OPERANDS) pad_outermost(&p.op[i]);
+        }
+        check_both(&p, f);
+        close_problem(&p);
+        if (simt_launches(kernel) == before) fail_msg("%s did not run", kernel);
+    }
+}
+
+/* Within their rows, and in the parameter gradients. */
+static void nan_and_infinity_stay_in_their_rows(void **state) {
+    (void)state;
+    for (size_t f = 0; f < COUNT_OF(families); f++) {
+        const nj_desc desc = desc_of(&families[f]);
+        problem p;
+        open_problem(&p, &desc);
+        fill_problem(&p, f);
+        set_statistics(&p);
+        put(&p, X, 0, 3, NAN);
+        put(&p, X, 1, 2, INFINITY);
+        put(&p, DY, 2, 4, NAN);
+        check_backward(&p);
+        check_forward(&p);
+        check_backward(&p);
+        close_problem(&p);
+    }
+}
+
+/* ---- the whole ------------------------------------------------------------------------------ */
+
+static size_t add_cases(struct CMUnitTest *tests, const simt_case *rows, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        tests[i].name = rows[i].name;
+        tests[i].test_func = a_case_is_right;
+        tests[i].initial_state = (void *)(uintptr_t)&rows[i];
+    }
+    return count;
+}
+
+static int run_on_sm_90(void) {
+    static const struct CMUnitTest plain[] = {
+        cmocka_unit_test(gradients_may_be_wanted_one_by_one_and_added),
+        cmocka_unit_test(neither_gamma_nor_beta_need_be_there),
+        cmocka_unit_test(outputs_may_replace_inputs),
+        cmocka_unit_test(outer_strides_may_be_padded),
+        cmocka_unit_test(nan_and_infinity_stay_in_their_rows),
+    };
+    struct CMUnitTest tests[COUNT_OF(probes) + COUNT_OF(on_sm_90) + COUNT_OF(plain)];
+    size_t n = 0;
+    memset(tests, 0, sizeof tests);
+    for (; n < COUNT_OF(probes); n++) {
+        tests[n].name = probes[n].name;
+        tests[n].test_func = the_host_notices;
+        tests[n].initial_state = (void *)(uintptr_t)&probes[n];
+    }
+    n += add_cases(tests + n, on_sm_90, COUNT_OF(on_sm_90));
+    memcpy(tests + n, plain, sizeof plain);
+    return _cmocka_run_group_tests("sm_90", tests, COUNT_OF(tests), open_sm_90, close_backend);
+}
+
+static int run_on_sm_80(void) {
+    struct CMUnitTest tests[COUNT_OF(on_sm_80)];
+    memset(tests, 0, sizeof tests);
+    add_cases(tests, on_sm_80, COUNT_OF(on_sm_80));
+    return _cmocka_run_group_tests("sm_80", tests, COUNT_OF(tests), open_sm_80, close_backend);
+}
+
+/* Last: the coverage of all. */
+static int run_on_sm_75(void) {
+    struct CMUnitTest tests[COUNT_OF(on_sm_75) + 1];
+    memset(tests, 0, sizeof tests);
+    add_cases(tests, on_sm_75, COUNT_OF(on_sm_75));
+    tests[COUNT_OF(on_sm_75)].name = "the_cases_reached_every_kind_of_geometry";
+    tests[COUNT_OF(on_sm_75)].test_func = the_cases_reached_every_kind_of_geometry;
+    return _cmocka_run_group_tests("sm_75", tests, COUNT_OF(tests), open_sm_75, close_backend);
+}
+
+int main(void) {
+    return run_on_sm_90() + run_on_sm_80() + run_on_sm_75();
+}
