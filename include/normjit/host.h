@@ -47,10 +47,10 @@
 #define NJI_HOST_SUM_ROWS 256    /* rows of one such sum, about */
 
 /* Tuned on memory-bound sizes; only speed depends on them. */
-#define NJI_HOST_LONG_ROW 8192
-#define NJI_HOST_AHEAD_LONG 4096
-#define NJI_HOST_AHEAD_BYTES 8192     /* of a row, at least, between what is read and fetched */
-#define NJI_HOST_SHORT_ROW 1024       /* bytes of a row; up to there ... */
+#define NJI_HOST_LONG_ROW 8192        /* bytes of a row that is long; see nji_host_is_long */
+#define NJI_HOST_AHEAD_BYTES 8192     /* between what is written and the later row fetched then */
+#define NJI_HOST_AHEAD_IN_ROW 4096    /* between what is read and fetched in a long row */
+#define NJI_HOST_SHORT_ROW 1024       /* bytes of a row; forward: up to there ... */
 #define NJI_HOST_BATCH_BYTES 4096     /* ... so much is swept before it is swept again */
 #define NJI_HOST_PARALLEL_FROM 32768  /* elements; below it threads cost more than they save */
 #define NJI_HOST_STREAM_FROM 16777216 /* bytes of an output that the last cache will not keep */
@@ -227,7 +227,9 @@ typedef struct nji_host_math {
 #define NJI_VECTOR(name, element, bytes)                                                           \
     typedef element name __attribute__((vector_size(bytes), aligned(sizeof(element)), may_alias))
 NJI_VECTOR(nji_float_base, float, 16);
+NJI_VECTOR(nji_float_half, float, 8);
 NJI_VECTOR(nji_double_base, double, 16);
+#define NJI_WIDER(value, vec) __builtin_convertvector(value, vec)
 #define NJI_BASE_LANES_float 4
 #define NJI_BASE_LANES_double 2
 #define NJI_LANES_float(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
@@ -242,8 +244,9 @@ NJI_VECTOR(nji_double_avx512, double, 64);
 NJI_VECTOR(nji_u32_avx512, uint32_t, 64);
 #endif
 #else
-typedef float nji_float_base;
+typedef float nji_float_base, nji_float_half;
 typedef double nji_double_base;
+#define NJI_WIDER(value, vec) ((vec)(value))
 #define NJI_BASE_LANES_float 1
 #define NJI_BASE_LANES_double 1
 #define NJI_LANES_float(v) (v)
@@ -346,12 +349,19 @@ typedef double nji_stored_f64;
 #define NJI_PUT_BF16(isa, p, value, stream)                                                        \
     do {                                                                                           \
         nji_float_##isa wide = (value);                                                            \
-        nji_u32_##isa bits = (nji_u32_##isa)wide, high = bits >> 16;                               \
-        nji_u32_##isa is_nan = (nji_u32_##isa)(wide != wide);                                      \
-        nji_u32_##isa near = (bits + 0x7fffu + (high & 1u)) >> 16;                                 \
-        near = (near & ~is_nan) | ((high | 0x40u) & is_nan);                                       \
+        nji_u32_##isa bits = (nji_u32_##isa)wide, near = bits + 0x7fffu + ((bits >> 16) & 1u);     \
+        NJI_QUIET_NAN_##isa(near, bits, wide);                                                     \
+        near >>= 16;                                                                               \
         NJI_NARROW_##isa(p, near, stream);                                                         \
     } while (0)
+/* Lanes of `near` become `bits` and the quiet bit where `wide` is no number. */
+#define NJI_QUIET_NAN_avx2(near, bits, wide)                                                       \
+    near = (nji_u32_avx2)_mm256_blendv_ps((__m256)near, (__m256)(bits | 0x400000u),                \
+                                          (__m256)(wide != wide))
+#define NJI_QUIET_NAN_avx512(near, bits, wide)                                                     \
+    near = (nji_u32_avx512)_mm512_mask_or_epi32(                                                   \
+        (__m512i)near, _mm512_cmp_ps_mask((__m512)wide, (__m512)wide, _CMP_UNORD_Q),               \
+        (__m512i)bits, _mm512_set1_epi32(0x400000))
 #endif
 
 /* A vector, or one column, of the backward pass of a row. */
@@ -367,7 +377,7 @@ typedef double nji_stored_f64;
     }
 
 /* C has no templates: this text is what adds up, for one type and one instruction set. */
-#define NJI_HOST_ADDS(isa, TARGET, real, lanes, pieces)                                            \
+#define NJI_HOST_ADDS(isa, TARGET, real, narrow, lanes, pieces)                                    \
     TARGET static NJI_ALWAYS_INLINE double nji_host_lanes_##real##_##isa(                          \
         const nji_##real##_##isa *vector) {                                                        \
         const nji_##real##_base *piece = (const nji_##real##_base *)vector;                        \
@@ -388,14 +398,12 @@ typedef double nji_stored_f64;
                                                                                                    \
     TARGET static void nji_host_add_wide_##real##_##isa(double *to, const void *from,              \
                                                         int64_t cols) {                            \
+        typedef nji_double_##isa vec;                                                              \
+        typedef nji_##real##_##narrow part;                                                        \
         const real *b = (const real *)from;                                                        \
-        int64_t c;                                                                                 \
-        for (c = 0; c + 4 <= cols; c += 4) {                                                       \
-            to[c] += (double)b[c];                                                                 \
-            to[c + 1] += (double)b[c + 1];                                                         \
-            to[c + 2] += (double)b[c + 2];                                                         \
-            to[c + 3] += (double)b[c + 3];                                                         \
-        }                                                                                          \
+        int64_t step = (int64_t)(sizeof(vec) / sizeof(double)), c;                                 \
+        for (c = 0; c + step <= cols; c += step)                                                   \
+            NJI_AT(vec, to + c) += NJI_WIDER(NJI_READ(part, b + c), vec);                          \
         for (; c < cols; c++)                                                                      \
             to[c] += (double)b[c];                                                                 \
     }
@@ -658,8 +666,8 @@ typedef struct nji_host_isa {
 #define NJI_HOST_NO_MATH                                                                           \
     { NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
-NJI_HOST_ADDS(base, NJI_TARGET_BASE, float, NJI_BASE_LANES_float, 1)
-NJI_HOST_ADDS(base, NJI_TARGET_BASE, double, NJI_BASE_LANES_double, 1)
+NJI_HOST_ADDS(base, NJI_TARGET_BASE, float, half, NJI_BASE_LANES_float, 1)
+NJI_HOST_ADDS(base, NJI_TARGET_BASE, double, base, NJI_BASE_LANES_double, 1)
 NJI_HOST_MATH(base, NJI_TARGET_BASE, f32, float, NJI_BASE_LANES_float)
 NJI_HOST_MATH(base, NJI_TARGET_BASE, f64, double, NJI_BASE_LANES_double)
 
@@ -675,9 +683,9 @@ static const nji_host_isa nji_host_base = {
     0};
 
 #if NJI_HOST_X86
-#define NJI_HOST_ISA(isa, TARGET, text, lanes, wide_lanes, pieces)                                 \
-    NJI_HOST_ADDS(isa, TARGET, float, lanes, pieces)                                               \
-    NJI_HOST_ADDS(isa, TARGET, double, wide_lanes, pieces)                                         \
+#define NJI_HOST_ISA(isa, TARGET, text, half, lanes, wide_lanes, pieces)                           \
+    NJI_HOST_ADDS(isa, TARGET, float, half, lanes, pieces)                                         \
+    NJI_HOST_ADDS(isa, TARGET, double, isa, wide_lanes, pieces)                                    \
     NJI_HOST_MATH(isa, TARGET, f16, float, lanes)                                                  \
     NJI_HOST_MATH(isa, TARGET, bf16, float, lanes)                                                 \
     NJI_HOST_MATH(isa, TARGET, f32, float, lanes)                                                  \
@@ -696,8 +704,8 @@ static const nji_host_isa nji_host_base = {
         {NULL, nji_host_store_f16_##isa, nji_host_store_bf16_##isa, NULL, NULL},                   \
         1};
 
-NJI_HOST_ISA(avx2, NJI_TARGET_AVX2, "AVX2", 8, 4, 2)
-NJI_HOST_ISA(avx512, NJI_TARGET_AVX512, "AVX-512", 16, 8, 4)
+NJI_HOST_ISA(avx2, NJI_TARGET_AVX2, "AVX2", base, 8, 4, 2)
+NJI_HOST_ISA(avx512, NJI_TARGET_AVX512, "AVX-512", avx2, 16, 8, 4)
 #endif
 
 /* Every processor with AVX2 and FMA has F16C too. */
@@ -935,9 +943,16 @@ static int64_t nji_host_beta_bytes(const nji_host_job *job) {
     return nji_host_sum_cols(job->chunk, job->real_size) * job->real_size;
 }
 
+/* Whether a row is so long that fetching the next one while this one is written would push this
+   one out of the nearest cache. */
+static int nji_host_is_long(const nji_host_job *job) {
+    return job->cols * job->panel_size > NJI_HOST_LONG_ROW;
+}
+
 /* Bytes to a row that is due soon; 0 if rows have no one distance. */
 static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_view *view) {
-    if (!job->in_place || job->problem->row_dims != 1 || job->cols == 0|| job->cols * job->panel_size > NJI_HOST_LONG_ROW) return 0;
+    if (!job->in_place || nji_host_is_long(job)) return 0;
+    if (job->problem->row_dims != 1 || job->cols == 0) return 0;
     return nji_ceil_div(NJI_HOST_AHEAD_BYTES, job->batch * job->cols * job->panel_size) *
            job->batch * view->row_stride[0] * job->panel_size;
 }
@@ -945,7 +960,6 @@ static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_view *view
 /* Readies a thread's room: no columns of gamma and beta loaded; 1 and 0 if they are absent. */
 static void nji_host_begin_work(const nji_host_job *job, nji_host_work *work) {
     char *end = (char *)work->room + NJI_HOST_ROOM_BYTES;
-    int fill_gamma = !job->gamma.data, fill_beta = job->is_forward && !job->beta.data;
     int64_t c;
     work->gamma = (char *)work->room;
     work->beta = work->gamma + nji_host_gamma_bytes(job);
@@ -958,18 +972,17 @@ static void nji_host_begin_work(const nji_host_job *job, nji_host_work *work) {
     work->param_col = -1;
     work->panel.first = 0;
     work->panel.stream = job->stream_out;
-    work->panel.ahead = job->in_place && job->cols * job->panel_size > NJI_HOST_LONG_ROW ? NJI_HOST_AHEAD_LONG : 0;
+    work->panel.ahead = job->in_place && nji_host_is_long(job) ? NJI_HOST_AHEAD_IN_ROW : 0;
     work->panel.x_ahead = nji_host_ahead(job, &job->x);
     work->panel.dy_ahead = job->dy.data ? nji_host_ahead(job, &job->dy) : 0;
-    for (c = 0; c < job->chunk; c++) {
-        if (job->wide) {
-            if (fill_gamma) ((double *)work->gamma)[c] = 1;
-            if (fill_beta) ((double *)work->beta)[c] = 0;
-        } else {
-            if (fill_gamma) ((float *)work->gamma)[c] = 1;
-            if (fill_beta) ((float *)work->beta)[c] = 0;
-        }
+    for (c = 0; c < job->chunk && !job->gamma.data; c++) {
+        if (job->wide)
+            ((double *)work->gamma)[c] = 1;
+        else
+            ((float *)work->gamma)[c] = 1;
     }
+    if (job->is_forward && !job->beta.data)
+        memset(work->beta, 0, (size_t)(job->chunk * job->real_size));
 }
 
 /* Whether the panel holds whole rows: then they are fetched once. */
@@ -1382,7 +1395,7 @@ static void nji_host_for_each(void (*task)(const nji_host_job *, int64_t), const
     if (count > 1 && job->rows * job->cols >= NJI_HOST_PARALLEL_FROM) {
 #pragma omp parallel
         {
-#pragma omp for schedule(dynamic) nowait
+#pragma omp for schedule(static) nowait
             for (i = 0; i < count; i++)
                 task(job, i);
             nji_host_fence();
