@@ -5,7 +5,9 @@
    bytes     the fewest that must move: x, dy and dx (x and y) once; statistics and parameters not
              counted
    host      median of --repeats calls of each kind; three or more buffer sets take turns, so that
-             nobody finds its own operands in a cache
+             nobody finds its own operands in a cache. Buffers lie as malloc gives them (16 bytes
+             past a page), and the elementwise loop is vectorized: without `simd` gcc -O2 leaves it
+             scalar, which flatters the ratio by a third
    CUDA      graphs of enough calls to last 2 ms over buffer sets that together exceed four times
              60 MB; median of --repeats replays; the fastest of several shapes of the elementwise
              kernel counts */

@@ -1,9 +1,9 @@
 /* The host backend.
 
-   Rows are taken in panels: up to NJI_HOST_ROWS rows by a chunk of columns. Operands in packed
-   columns are read and written where they lie; others are converted and gathered into a panel that
-   stays in the nearest cache. So the arithmetic below knows one layout, and strides are dealt with
-   in one place.
+   Rows are taken in panels, up to NJI_HOST_ROWS at a time. Operands in packed columns are read and
+   written where they lie, a whole row after the other, while the next is fetched. Others are
+   converted and gathered, a chunk of columns at a time, into a panel that stays in the nearest
+   cache. So the arithmetic below knows one layout, and strides are dealt with in one place.
 
    What a row's results depend on: its own values, the number of columns, the layout, the kind of
    processor; never the other rows or the number of threads. Parameter gradients: rows are split in
@@ -41,7 +41,6 @@
 #define NJI_HOST_PANEL_BYTES 24576 /* of a panel, without the padding of its rows */
 #define NJI_HOST_PAD_BYTES 64      /* keeps panel rows out of each other's cache sets */
 #define NJI_HOST_BUFFER_BYTES (NJI_HOST_PANEL_BYTES + NJI_HOST_ROWS * NJI_HOST_PAD_BYTES)
-
 #define NJI_HOST_ROOM_BYTES (2 * (NJI_HOST_BUFFER_BYTES + NJI_HOST_CHUNK_BYTES)) /* of a thread */
 #define NJI_HOST_SWEEP_COLS 8192 /* columns of one sum of float or double, where in place */
 #define NJI_HOST_SUM_ROWS 256    /* rows of one such sum, about */
@@ -187,13 +186,13 @@ static const nji_host_type nji_host_types[] = {
 
 /* Some rows and a chunk of their columns. `real` below: the type of the arithmetic. */
 typedef struct nji_host_panel {
-    const char *x, *dy; /* the first row's chunk */
-    char *out;          /* y or dx; may be x or dy */
-    int64_t x_step, dy_step, out_step;         /* bytes from row to row */
-    int64_t ahead;             /* bytes to what is fetched while a row is first read */
-    int64_t x_ahead, dy_ahead; /* ... while it is written */
-    const void *gamma, *beta;                         /* the chunk of each; never null */
-    void *dgamma, *dbeta;                             /* partial sums of the chunk, added to */
+    const char *x, *dy;                /* the first row's chunk */
+    char *out;                         /* y or dx; may be x or dy */
+    int64_t x_step, dy_step, out_step; /* bytes from row to row */
+    int64_t ahead;                     /* bytes to what is fetched while a row is first read */
+    int64_t x_ahead, dy_ahead;         /* ... while it is written: hints, which may lead nowhere */
+    const void *gamma, *beta;          /* the chunk of each; never null */
+    void *dgamma, *dbeta;              /* partial sums of the chunk, added to */
     int64_t first;  /* columns of the chunk that come before those in hand; for sums only */
     int begin, end; /* the rows in hand */
     int stream;     /* out is written past the caches; see NJI_PUT */
@@ -294,8 +293,8 @@ typedef double nji_stored_f64;
 #define NJI_PUT_f64_base(p, value, stream) (NJI_AT(nji_double_base, p) = (value))
 
 #if NJI_HOST_X86
-/* Writes a vector, past the caches if asked: whole cache lines then need not be read before they are
-   written. By 16 bytes, since the output may be aligned no better; the processor joins them. */
+/* Writes a vector, past the caches if asked: whole cache lines then need not be read before they
+   are written. By 16 bytes, since the output may be aligned no better; the processor joins them. */
 #define NJI_PUT(vec, pieces, p, value, stream)                                                     \
     do {                                                                                           \
         vec packed = (vec)(value);                                                                 \
@@ -369,7 +368,8 @@ typedef double nji_stored_f64;
     {                                                                                              \
         vec t = GET(dy + c), h = (GET(x + c) - center) * rstd;                                     \
         if (want_dx)                                                                               \
-            PUT(out + c, ((t * NJI_READ(vec, gamma + c) - mean_g) - h * mean_gx) * scale, stream); \
+            PUT(out + c, ((t * NJI_READ(vec, gamma + c) - mean_g) - h * mean_gx) * scale,          \
+                panel->stream);                                                                    \
         if (want_params) {                                                                         \
             NJI_AT(vec, dgamma + c) += t * h;                                                      \
             NJI_AT(vec, dbeta + c) += t;                                                           \
@@ -505,9 +505,7 @@ typedef double nji_stored_f64;
         const real *gamma = (const real *)panel->gamma;                                            \
         real *dgamma = (real *)panel->dgamma, *dbeta = (real *)panel->dbeta;                       \
         real center = (real)panel->center[r], rstd = (real)panel->rstd[r];                         \
-        int stream = panel->stream;                                                                \
         int64_t x_ahead = panel->x_ahead, dy_ahead = panel->dy_ahead, c = 0;                       \
-        (void)stream;                                                                              \
         for (; c + lanes <= cols; c += lanes) {                                                    \
             NJI_PREFETCH((const char *)(x + c) + x_ahead);                                         \
             NJI_PREFETCH((const char *)(dy + c) + dy_ahead);                                       \
@@ -538,8 +536,7 @@ typedef double nji_stored_f64;
         typedef nji_##real##_##isa vec;                                                            \
         const real *gamma = (const real *)panel->gamma, *beta = (const real *)panel->beta;         \
         int64_t ahead = panel->x_ahead;                                                            \
-        int stream = panel->stream, r;                                                             \
-        (void)stream;                                                                              \
+        int r;                                                                                     \
         for (r = panel->begin; r < panel->end; r++) {                                              \
             const nji_stored_##elem *x = NJI_ROW_OF(panel, x, r, const nji_stored_##elem);         \
             nji_stored_##elem *y = NJI_ROW_OF(panel, out, r, nji_stored_##elem);                   \
@@ -550,7 +547,8 @@ typedef double nji_stored_f64;
                 vec h = (NJI_GET_##elem##_##isa(x + c) - center) * rstd + shift;                   \
                 NJI_PREFETCH((const char *)(x + c) + ahead);                                       \
                 NJI_PUT_##elem##_##isa(                                                            \
-                    y + c, h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c), stream);        \
+                    y + c, h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c),                 \
+                    panel->stream);                                                                \
             }                                                                                      \
             for (; c < cols; c++)                                                                  \
                 NJI_PUT1_##elem(                                                                   \
@@ -1387,7 +1385,8 @@ static void nji_host_shape_job(nji_host_job *job) {
         if (job->out.row_stride[d] * job->panel_size % 16 != 0) job->stream_out = 0;
 }
 
-/* Runs the tasks, in any order and on any thread; what they wrote past the caches is then seen. */
+/* Runs the tasks, in any order and on any thread; what they wrote past the caches is then seen.
+   Each thread takes neighbours: what it fetches ahead at the end of one is the start of its next. */
 static void nji_host_for_each(void (*task)(const nji_host_job *, int64_t), const nji_host_job *job,
                               int64_t count) {
     int64_t i;
@@ -1441,7 +1440,8 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
                                               (grads & NJ_GRAD_DX) != 0);
     nji_host_choose_panel(&job);
     nji_host_shape_job(&job);
-    nji_host_for_each(job.is_forward ? nji_host_forward_part : nji_host_backward_part, &job, job.parts);
+    nji_host_for_each(job.is_forward ? nji_host_forward_part : nji_host_backward_part, &job,
+                      job.parts);
     if (job.want_params)
         nji_host_for_each(nji_host_finish_cols, &job, nji_ceil_div(job.cols, NJI_HOST_FINISH_COLS));
 }
