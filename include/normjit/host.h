@@ -547,8 +547,7 @@ typedef double nji_stored_f64;
                 vec h = (NJI_GET_##elem##_##isa(x + c) - center) * rstd + shift;                   \
                 NJI_PREFETCH((const char *)(x + c) + ahead);                                       \
                 NJI_PUT_##elem##_##isa(                                                            \
-                    y + c, h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c),                 \
-                    panel->stream);                                                                \
+                    y + c, h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c), panel->stream); \
             }                                                                                      \
             for (; c < cols; c++)                                                                  \
                 NJI_PUT1_##elem(                                                                   \
@@ -565,8 +564,7 @@ typedef double nji_stored_f64;
                 NJI_ROW_OF(panel, x, r, const nji_stored_##elem) + panel->first,                   \
                 NJI_ROW_OF(panel, dy, r, const nji_stored_##elem) + panel->first,                  \
                 (const real *)panel->gamma + panel->first, cols, panel->ahead,                     \
-                (real)panel->center[r],                                                            \
-                (real)panel->rstd[r], &panel->sum[r], &panel->square[r]);                          \
+                (real)panel->center[r], (real)panel->rstd[r], &panel->sum[r], &panel->square[r]);  \
     }                                                                                              \
                                                                                                    \
     TARGET static NJI_ALWAYS_INLINE void nji_host_backward_##elem##_##isa(                         \
@@ -596,11 +594,10 @@ typedef double nji_stored_f64;
         for (r = panel->begin; r < panel->end; r++) {                                              \
             real rstd = (real)panel->rstd[r];                                                      \
             double sum = 0, square = 0;                                                            \
-            nji_host_row_sums_##elem##_##isa(                                                      \
-                NJI_ROW_OF(panel, x, r, const nji_stored_##elem),                                  \
-                NJI_ROW_OF(panel, dy, r, const nji_stored_##elem),                                 \
-                (const real *)panel->gamma, cols, panel->ahead, (real)panel->center[r],            \
-                rstd, &sum, &square);                                                              \
+            nji_host_row_sums_##elem##_##isa(NJI_ROW_OF(panel, x, r, const nji_stored_##elem),     \
+                                             NJI_ROW_OF(panel, dy, r, const nji_stored_##elem),    \
+                                             (const real *)panel->gamma, cols, panel->ahead,       \
+                                             (real)panel->center[r], rstd, &sum, &square);         \
             nji_host_row_back_##elem##_##isa(panel, r, cols, (real)(sum / n), (real)(square / n),  \
                                              cols == 1 ? 0 : rstd, 1, want_params);                \
         }                                                                                          \
@@ -658,7 +655,7 @@ typedef struct nji_host_isa {
     void (*add[2])(void *to, const void *from, int64_t cols); /* to += from */
     void (*add_wide[2])(double *to, const void *from, int64_t cols); /* the same */
     nji_host_row_copy load[NJ_F64 + 1], store[NJ_F64 + 1]; /* from, to float; may be NULL */
-    int streams; /* can write past the caches */
+    int streams;                                           /* can write past the caches */
 } nji_host_isa;
 
 #define NJI_HOST_NO_MATH                                                                           \
@@ -768,7 +765,7 @@ typedef struct nji_host_work {
     int64_t offset[NJI_HOST_ROWS]; /* of the rows of the operand in hand; elements */
     int64_t row;                   /* first row of the panel */
     int rows;
-    int64_t param_col; /* columns of gamma and beta that are loaded; -1: none */
+    int64_t param_col;  /* columns of gamma and beta that are loaded; -1: none */
     char *gamma, *beta; /* room for a chunk of each */
     char *x, *other;    /* for a panel, unless rows are in place; other: dy, then out */
     char *sums;         /* for sums of dgamma and dbeta over some rows of a large part; or NULL */
@@ -1358,8 +1355,7 @@ static void nji_host_shape_panel(nji_host_job *job) {
         return;
     }
     /* where rows lie together, panels are tall: then memory is walked by whole cache lines */
-    job->chunk =
-        nji_min_i64(NJI_HOST_CHUNK_BYTES / job->real_size / (along_rows ? 4 : 1), cols);
+    job->chunk = nji_min_i64(NJI_HOST_CHUNK_BYTES / job->real_size / (along_rows ? 4 : 1), cols);
     job->pitch = job->chunk + NJI_HOST_PAD_BYTES / job->panel_size;
     job->group = nji_min_i64(NJI_HOST_PANEL_BYTES / job->panel_size / job->chunk, NJI_HOST_ROWS);
     job->batch = job->group;
@@ -1386,7 +1382,7 @@ static void nji_host_shape_job(nji_host_job *job) {
 }
 
 /* Runs the tasks, in any order and on any thread; what they wrote past the caches is then seen.
-   Each thread takes neighbours: what it fetches ahead at the end of one is the start of its next. */
+   Each thread takes neighbours, since what it fetches ahead at the end of one starts the next. */
 static void nji_host_for_each(void (*task)(const nji_host_job *, int64_t), const nji_host_job *job,
                               int64_t count) {
     int64_t i;
@@ -1436,8 +1432,8 @@ static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *
     job.dbeta = nji_host_make_view(&job, &problem->dbeta, (int)desc->param_dtype,
                                    (grads & NJ_GRAD_DBETA) != 0);
     job.out = job.is_forward ? nji_host_make_view(&job, &problem->y, (int)desc->dtype, 1)
-                         : nji_host_make_view(&job, &problem->dx, (int)desc->dtype,
-                                              (grads & NJ_GRAD_DX) != 0);
+                             : nji_host_make_view(&job, &problem->dx, (int)desc->dtype,
+                                                  (grads & NJ_GRAD_DX) != 0);
     nji_host_choose_panel(&job);
     nji_host_shape_job(&job);
     nji_host_for_each(job.is_forward ? nji_host_forward_part : nji_host_backward_part, &job,
