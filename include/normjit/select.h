@@ -21,6 +21,7 @@ typedef struct nji_tuning {
     int forward;       /* 1 or 0 */
     int element_bytes; /* at most */
     int min_arch;
+    int max_access; /* bytes of x that one access can move: 16, or less where cols do not divide */
     int64_t max_cols;
     int elements;   /* columns of a slice that one thread keeps, at most */
     int max_lanes;  /* threads that share a slice: 32 = within a warp, else up to a block */
@@ -35,44 +36,45 @@ typedef struct nji_tuning {
 
 /* Measured reasons: ptx_src/DIARY.md. */
 static const nji_tuning nji_tuning_table[] = {
-    /* fwd bytes arch max_cols elements lanes threads slices resident prefetch ahead */
-    {1, 2, 0, 256, 8, 32, 128, 1, 1536, 0, 0},
-    {1, 2, 90, 1024, 32, 32, 256, 1, 1024, 0, 0},
-    {1, 2, 0, 1024, 32, 32, 256, 1, 768, 0, 0},
-    {1, 2, 0, 8192, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 0, 12288, 24, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 0, 16384, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 90, 65536, 16, 512, 0, 8, 1024, 0, 0},
-    {1, 2, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
-    {1, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 0, 128, 4, 32, 128, 1, 1536, 0, 0},
-    {1, 4, 0, 512, 16, 32, 256, 1, 1024, 0, 0},
-    {1, 4, 0, 8192, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 0, 16384, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 90, 65536, 16, 512, 0, 8, 1024, 0, 0},
-    {1, 4, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
-    {1, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 8, 0, 512, 16, 32, 128, 1, 512, 0, 0},
-    {1, 8, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0, 0},
-    {1, 8, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
-    {0, 2, 0, 256, 8, 32, 256, 1, 1024, 0, 0},
-    {0, 2, 0, 768, 24, 32, 64, 1, 256, 1, 0},
-    {0, 2, 0, 1024, 16, 512, 0, 1, 512, 1, 0},
-    {0, 2, 0, 4096, 24, 512, 0, 1, 384, 1, 0},
-    {0, 2, 0, 6144, 16, 512, 0, 1, 384, 1, 0},
-    {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1, 0},
-    {0, 2, 100, 16384, 24, 352, 0, 8, 384, 1, 0},
-    {0, 2, 0, 12288, 32, 384, 0, 1, 384, 0, 0},
-    {0, 2, 90, 16384, 24, 512, 0, 8, 384, 1, 0},
-    {0, 2, 0, NJI_ANY_COLS, 24, 192, 0, 1, 384, 1, 0},
-    {0, 4, 0, 128, 4, 32, 256, 1, 1024, 1, 0},
-    {0, 4, 0, 768, 24, 32, 64, 1, 256, 1, 0},
-    {0, 4, 0, 4096, 8, 512, 0, 1, 1024, 0, 0},
-    {0, 4, 90, 65536, 32, 256, 0, 8, 256, 1, 0},
-    {0, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
-    {0, 8, 0, 256, 8, 32, 128, 1, 256, 1, 0},
-    {0, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0, 0},
-    {0, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0, 0},
+    /* fwd bytes arch access cols elements lanes threads slices resident prefetch ahead */
+    {1, 2, 0, 16, 256, 8, 32, 128, 1, 1536, 0, 0},
+    {1, 2, 90, 16, 1024, 32, 32, 256, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 1024, 32, 32, 256, 1, 768, 0, 0},
+    {1, 2, 0, 16, 8192, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 12288, 24, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0},
+    {1, 2, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
+    {1, 2, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 128, 4, 32, 128, 1, 1536, 0, 0},
+    {1, 4, 0, 16, 512, 16, 32, 256, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 8192, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0},
+    {1, 4, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
+    {1, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 8, 0, 16, 512, 16, 32, 128, 1, 512, 0, 0},
+    {1, 8, 90, 16, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0, 0},
+    {1, 8, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
+    {0, 2, 0, 16, 256, 8, 32, 256, 1, 1024, 0, 0},
+    {0, 2, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
+    {0, 2, 0, 16, 1024, 16, 512, 0, 1, 512, 1, 0},
+    {0, 2, 0, 16, 4096, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 90, 4, 16384, 8, 1024, 0, 8, 1024, 0, 3},
+    {0, 2, 0, 16, 6144, 16, 512, 0, 1, 384, 1, 0},
+    {0, 2, 0, 16, 8192, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 100, 16, 16384, 24, 352, 0, 8, 384, 1, 0},
+    {0, 2, 0, 16, 12288, 32, 384, 0, 1, 384, 0, 0},
+    {0, 2, 90, 16, 16384, 24, 512, 0, 8, 384, 1, 0},
+    {0, 2, 0, 16, NJI_ANY_COLS, 24, 192, 0, 1, 384, 1, 0},
+    {0, 4, 0, 16, 128, 4, 32, 256, 1, 1024, 1, 0},
+    {0, 4, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
+    {0, 4, 0, 16, 4096, 8, 512, 0, 1, 1024, 0, 0},
+    {0, 4, 90, 16, 65536, 32, 256, 0, 8, 256, 1, 0},
+    {0, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
+    {0, 8, 0, 16, 256, 8, 32, 128, 1, 256, 1, 0},
+    {0, 8, 90, 16, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0, 0},
+    {0, 8, 0, 16, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0, 0},
 };
 
 /* Everything that launches and compiles a descriptor's kernels. */
@@ -107,14 +109,22 @@ static int nji_power_of_two_above(int value) {
     return power;
 }
 
+/* Elements of one access: up to 16 bytes, dividing an extent. */
+static int nji_vec_of(const nj_desc *desc, int64_t extent) {
+    int vec = 16 / (int)nj_dtype_size(desc->dtype);
+    while (extent % vec != 0) vec /= 2;
+    return vec;
+}
+
 static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64_t cols,
                                          const nji_device_facts *facts) {
     int bytes = (int)nj_dtype_size(desc->dtype);
+    int access = bytes * nji_vec_of(desc, cols);
     size_t i;
     for (i = 0; i < sizeof nji_tuning_table / sizeof nji_tuning_table[0]; i++) {
         const nji_tuning *row = &nji_tuning_table[i];
         if (row->forward == forward && bytes <= row->element_bytes && facts->arch >= row->min_arch &&
-            cols <= row->max_cols) {
+            access <= row->max_access && cols <= row->max_cols) {
             return row;
         }
     }
@@ -133,8 +143,7 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
                         nji_choice *choice) {
     int64_t packs, slices;
     int per_slice, resident;
-    choice->vec = 16 / (int)nj_dtype_size(desc->dtype);
-    while (cols % choice->vec != 0) choice->vec /= 2;
+    choice->vec = nji_vec_of(desc, cols);
     /* Narrow packs waste registers: there is no room for a second row. */
     choice->prefetch = row->prefetch && choice->vec * (int)nj_dtype_size(desc->dtype) >= 8;
     slices = nji_ceil_div(cols, (int64_t)row->elements * row->max_lanes);
@@ -182,8 +191,7 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
 static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_choice *choice) {
     int size = (int)nj_dtype_size(desc->dtype);
     int most_chunks, threads;
-    choice->vec = 16 / size;
-    while (run % choice->vec != 0) choice->vec /= 2;
+    choice->vec = nji_vec_of(desc, run);
     most_chunks = (int)nji_min_i64(NJI_TILE_THREAD_BYTES / size, NJI_TILE_THREAD_ELEMENTS) / choice->vec;
     most_chunks = (int)nji_min_i64(most_chunks, NJI_TILE_THREAD_ACCESSES);
     for (choice->lanes = NJI_TILE_RUN_BYTES / (choice->vec * size); choice->lanes >= 1;
