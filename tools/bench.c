@@ -259,7 +259,7 @@ typedef struct operands {
     void **memory; /* likewise: all tensors of a set */
     void *workspace;
     size_t workspace_bytes;
-    int launches;  /* kernels that a call launches; packed, rows not split over two of them */
+    int launches;  /* kernels of a call on packed rows that one block or cluster can hold */
     int64_t bytes; /* of x's elements */
     double moved;  /* bytes that one call must move */
 } operands;
@@ -767,7 +767,7 @@ static void check_norm(machine *m, const operands *o, int set) {
     require(nj_plan_can_implement(o->plan, &o->args[set]));
 }
 
-/* A kernel that takes the parameter of ours and does nothing. */
+/* A kernel that does nothing and takes the parameter of ours: nji_problem, a private type. */
 static void *load_empty(machine *m) {
     char text[256];
     snprintf(text, sizeof text,
