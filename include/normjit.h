@@ -222,7 +222,8 @@ typedef struct nj_precision {
     int32_t math, accumulator;            /* nj_dtype */
     int32_t deterministic;                /* equal inputs, equal bits, run after run */
     int32_t bit_stable_on_same_hardware;  /* also across processes (host: any thread count) */
-    int32_t batch_invariant;              /* a row's y, dx, mean, rstd do not depend on other rows */
+    int32_t batch_invariant; /* a row's y, dx, mean, rstd do not depend on the other rows, nor on how
+                                many there are, as long as its own strides stay the same */
 } nj_precision;
 
 /* Counts since the ctx was made. */
@@ -312,7 +313,9 @@ NJ_API size_t nj_plan_workspace_size(const nj_plan *plan);
    workspace until that run is done.
    Aliasing: an output may be the same view (data, offset, strides) as an input of its shape and type:
    y as x; dx as x or dy. Every other overlap of an output with an operand is an error where the
-   addresses and strides prove it. Outputs need positive strides and may not overlap themselves.
+   addresses and strides prove it. Outputs need positive strides that nest: by growing stride, each
+   steps past all that the smaller ones reach, so that an output does not overlap itself.
+   Operands without elements may be NULL.
    NaN and Inf propagate as the formulas say, within their row and into the parameter gradients.
    No rows: dgamma and dbeta become 0 (or stay, when accumulating). No columns: mean and rstd become
    NaN (the mean of nothing), all else is empty. One column: dx is 0.
