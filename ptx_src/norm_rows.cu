@@ -11,7 +11,8 @@
 //
 // The build defines, beside the types: NJI_COLS, NJI_VEC, NJI_LANES, NJI_CHUNKS, NJI_THREADS,
 // NJI_SLICES, NJI_CLUSTER (0 or 1), NJI_BLOCKS (per multiprocessor, at least), NJI_P (parameter type),
-// NJI_PREFETCH (0 or 1), NJI_AHEAD (steps), NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
+// NJI_PREFETCH (0 or 1), NJI_AHEAD (rows that the L2 cache is asked for in advance), NJI_FORWARD
+// (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
 
 #define NJI_ROWS (NJI_THREADS / NJI_LANES) // rows that a block works on
 #define NJI_WARPS ((NJI_LANES + 31) / 32)  // warps that share a row
