@@ -1,6 +1,6 @@
 /* Which kernels serve a descriptor: a pure function of the descriptor, device facts and preference.
-   A row of the tuning table is the single home of a kernel's geometry; -D options, launches, workspace
-   and SKU all come from the nji_choice made of it. */
+   A row of the tuning table is the single home of a kernel's geometry; -D options, launches,
+   workspace and SKU all come from the nji_choice made of it. */
 
 /* What a choice may depend on. Not part of it: anything that could differ between equal devices. */
 typedef struct nji_device_facts {
@@ -15,8 +15,8 @@ typedef enum nji_family {
     NJI_STRIDED /* any strides: norm_strided.cu */
 } nji_family;
 
-/* Geometry within a row depends on direction, element size, cols and arch alone, never on rows: that is
-   what makes y and dx batch-invariant. The first row that fits is taken. */
+/* Geometry within a row depends on direction, element size, cols and arch alone, never on rows:
+   that is what makes y and dx batch-invariant. The first row that fits is taken. */
 typedef struct nji_tuning {
     int forward;       /* 1 or 0 */
     int element_bytes; /* at most */
@@ -35,6 +35,7 @@ typedef struct nji_tuning {
 #define NJI_ANY_COLS INT64_MAX
 
 /* Measured reasons: ptx_src/DIARY.md. */
+/* clang-format off */
 static const nji_tuning nji_tuning_table[] = {
     /* fwd bytes arch access cols elements lanes threads slices resident prefetch ahead */
     {1, 2, 0, 16, 256, 8, 32, 128, 1, 1536, 0, 0},
@@ -76,18 +77,20 @@ static const nji_tuning nji_tuning_table[] = {
     {0, 8, 90, 16, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0, 0},
     {0, 8, 0, 16, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0, 0},
 };
+/* clang-format on */
 
 /* Everything that launches and compiles a descriptor's kernels. */
 typedef struct nji_choice {
     nji_family family; /* of the fast kernels; STRIDED when there are none */
     int forward;
-    int vec;                    /* elements of one access; operands must be aligned to it */
-    int lanes, chunks, threads; /* threads along a row (tiles: along rows); accesses each; of a block */
+    int vec; /* elements of one access; operands must be aligned to it */
+    int lanes, chunks,
+        threads; /* threads along a row (tiles: along rows); accesses each; of a block */
     int slices, cluster;
     int blocks; /* per multiprocessor, at least */
     int prefetch, ahead;
-    int parts;                 /* most partial gradients of the fast kernels; 0 = none wanted */
-    int strided_parts;         /* the same for the strided kernels */
+    int parts;         /* most partial gradients of the fast kernels; 0 = none wanted */
+    int strided_parts; /* the same for the strided kernels */
     int64_t partial_bytes, sums_bytes; /* of the workspace, partials first */
 } nji_choice;
 
@@ -123,8 +126,8 @@ static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64
     size_t i;
     for (i = 0; i < sizeof nji_tuning_table / sizeof nji_tuning_table[0]; i++) {
         const nji_tuning *row = &nji_tuning_table[i];
-        if (row->forward == forward && bytes <= row->element_bytes && facts->arch >= row->min_arch &&
-            access <= row->max_access && cols <= row->max_cols) {
+        if (row->forward == forward && bytes <= row->element_bytes &&
+            facts->arch >= row->min_arch && access <= row->max_access && cols <= row->max_cols) {
             return row;
         }
     }
@@ -180,8 +183,9 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
     return *run > 1;
 }
 
-/* Tiles: a warp reads runs of 64 bytes; threads hold up to 64 bytes of x, so that x, dy and the sums stay
-   in registers. More columns take more threads, then shorter runs. Measured: ptx_src/DIARY.md. */
+/* Tiles: a warp reads runs of 64 bytes; threads hold up to 64 bytes of x, so that x, dy and the
+   sums stay in registers. More columns take more threads, then shorter runs. Measured:
+   ptx_src/DIARY.md. */
 #define NJI_TILE_RUN_BYTES 64
 #define NJI_TILE_THREAD_BYTES 64
 #define NJI_TILE_THREAD_ELEMENTS 32
@@ -192,7 +196,8 @@ static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_ch
     int size = (int)nj_dtype_size(desc->dtype);
     int most_chunks, threads;
     choice->vec = nji_vec_of(desc, run);
-    most_chunks = (int)nji_min_i64(NJI_TILE_THREAD_BYTES / size, NJI_TILE_THREAD_ELEMENTS) / choice->vec;
+    most_chunks =
+        (int)nji_min_i64(NJI_TILE_THREAD_BYTES / size, NJI_TILE_THREAD_ELEMENTS) / choice->vec;
     most_chunks = (int)nji_min_i64(most_chunks, NJI_TILE_THREAD_ACCESSES);
     for (choice->lanes = NJI_TILE_RUN_BYTES / (choice->vec * size); choice->lanes >= 1;
          choice->lanes /= 2) {
@@ -212,7 +217,8 @@ static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_ch
 
 /* Rows that a block of the fast kernels works on at a time. */
 static int nji_block_rows(const nji_choice *choice) {
-    return choice->family == NJI_TILES ? choice->lanes * choice->vec : choice->threads / choice->lanes;
+    return choice->family == NJI_TILES ? choice->lanes * choice->vec
+                                       : choice->threads / choice->lanes;
 }
 
 static int64_t nji_clamp(int64_t value, int64_t low, int64_t high) {
@@ -233,7 +239,8 @@ static int nji_parts_row_lanes(int rows_fast) {
     return rows_fast ? NJI_STRIDED_FAST_ROWS : NJI_STRIDED_THREADS / 32;
 }
 
-/* Most parts that the strided kernels make: enough blocks to fill the device, each with rows to add. */
+/* Most parts that the strided kernels make: enough blocks to fill the device, each with rows to
+ * add. */
 static int64_t nji_strided_parts(int64_t rows, int64_t cols, const nji_device_facts *facts) {
     int64_t tiles = nji_ceil_div(cols, 32);
     return nji_clamp(16 * facts->multiprocessors / tiles, 1, nji_clamp(rows / 64, 1, 4096));
@@ -247,7 +254,8 @@ static int64_t nji_sums_offset(const nji_choice *choice) {
 }
 
 static int64_t nji_workspace_of(const nji_choice *choice) {
-    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes : choice->partial_bytes;
+    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes
+                              : choice->partial_bytes;
 }
 
 /* Parts of the parameter gradients, within the workspace that the caller allows. */
@@ -261,8 +269,8 @@ static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t col
     least = (uint64_t)nji_workspace_of(choice);
     if (limit && limit < least) {
         return nji_fail_sized(NJ_UNSUPPORTED, least, limit,
-                              "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes", call,
-                              (unsigned long long)limit, (unsigned long long)least);
+                              "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes",
+                              call, (unsigned long long)limit, (unsigned long long)least);
     }
     if (part == 0) return NJ_OK;
     if (limit) {
@@ -292,8 +300,9 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     choice->forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
     choice->family = NJI_STRIDED;
     if (cols > NJI_MAX_COLS && nji_wants_params(desc)) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.shape: %lld columns: at most %lld with dgamma or dbeta",
-                        call, (long long)cols, NJI_MAX_COLS);
+        return nji_fail(NJ_UNSUPPORTED,
+                        "%s: desc.shape: %lld columns: at most %lld with dgamma or dbeta", call,
+                        (long long)cols, NJI_MAX_COLS);
     }
     if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
         const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
@@ -362,7 +371,8 @@ static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice
 }
 
 /* For norm_strided.cu: shapes and strides are arguments; types and direction are fixed. */
-static void nji_strided_options(const nj_desc *desc, const nji_choice *choice, nji_options *options) {
+static void nji_strided_options(const nj_desc *desc, const nji_choice *choice,
+                                nji_options *options) {
     options->count = 0;
     nji_add_option(options, "-DNJI_X=%s", nji_device_type(desc->dtype));
     nji_add_option(options, "-DNJI_PARAM_CODE=%d", (int)desc->param_dtype);
