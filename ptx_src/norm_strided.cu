@@ -111,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)
         nji_real sum_g = 0, sum_gx = 0;
 #pragma unroll 4
         for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {
-            const nji_real gamma = nji_load_param(p, p.gamma, col, 1);
-            const nji_real g = nji_load_at(p, p.dy, at.dy, col) * gamma;
+            const nji_real dy = nji_load_at(p, p.dy, at.dy, col);
+            const nji_real g = dy * nji_load_param(p, p.gamma, col, 1);
             sum_g += g;
             sum_gx += g * ((nji_load_at(p, p.x, at.x, col) - mean) * rstd);
         }
@@ -120,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)
         const nji_real mean_g = sum_g / (nji_real)p.cols, mean_gx = sum_gx / (nji_real)p.cols;
         if (!is_row) continue;
         for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {
-            const nji_real gamma = nji_load_param(p, p.gamma, col, 1);
-            const nji_real g = nji_load_at(p, p.dy, at.dy, col) * gamma;
+            const nji_real dy = nji_load_at(p, p.dy, at.dy, col);
+            const nji_real g = dy * nji_load_param(p, p.gamma, col, 1);
             const nji_real xhat = (nji_load_at(p, p.x, at.x, col) - mean) * rstd;
             NJI_X *out = (NJI_X *)p.dx.data + at.out + nji_col_offset(p, p.dx, col);
             nji_real dx = rstd * (g - mean_g - xhat * mean_gx);
