@@ -117,11 +117,11 @@ typedef enum nj_dtype { NJ_DTYPE_UNSET = 0, NJ_F16, NJ_BF16, NJ_F32, NJ_F64 } nj
 /* A view of a buffer. Element (i0, i1, ...) is data[offset + i0*stride[0] + i1*stride[1] + ...].
    Axes of extent 1 ignore their stride. */
 typedef struct nj_tensor {
-    void *data;                  /* start of the buffer, aligned to its element type */
-    int64_t offset;              /* elements from data to element (0, 0, ...) */
-    int64_t count;               /* elements in the buffer; 0 = not known, then reach is unchecked */
-    int32_t rank;                /* 1..NJ_MAX_RANK */
-    int64_t shape[NJ_MAX_RANK];  /* extents */
+    void *data;                 /* start of the buffer, aligned to its element type */
+    int64_t offset;             /* elements from data to element (0, 0, ...) */
+    int64_t count;              /* elements in the buffer; 0 = not known, then reach is unchecked */
+    int32_t rank;               /* 1..NJ_MAX_RANK */
+    int64_t shape[NJ_MAX_RANK]; /* extents */
     int64_t stride[NJ_MAX_RANK]; /* elements, not bytes */
 } nj_tensor;
 
@@ -152,13 +152,13 @@ typedef struct nj_desc {
     int64_t shape[NJ_MAX_RANK]; /* extents of x; 0 is legal: no rows, or no columns */
     nj_op op;                   /* required */
     nj_dtype dtype;             /* required: x, y, dy, dx */
-    nj_dtype param_dtype;       /* gamma, beta, dgamma, dbeta; default dtype; f64 only with dtype f64 */
-    nj_dtype stat_dtype;        /* mean, rstd: f32 (default) or dtype; f64 always with dtype f64 */
-    int32_t has_gamma;          /* 0: gamma = 1 */
-    int32_t has_beta;           /* 0: beta = 0 */
-    double eps;                 /* forward only: finite, >= 0, used as given (0 means 0) */
-    uint32_t grads;             /* backward: NJ_GRAD_*; default dx, and what has_gamma, has_beta imply */
-    uint32_t accumulate;        /* backward: those of grads that are added to, not overwritten */
+    nj_dtype param_dtype; /* gamma, beta, dgamma, dbeta; default dtype; f64 only with dtype f64 */
+    nj_dtype stat_dtype;  /* mean, rstd: f32 (default) or dtype; f64 always with dtype f64 */
+    int32_t has_gamma;    /* 0: gamma = 1 */
+    int32_t has_beta;     /* 0: beta = 0 */
+    double eps;           /* forward only: finite, >= 0, used as given (0 means 0) */
+    uint32_t grads;       /* backward: NJ_GRAD_*; default dx, and what has_gamma, has_beta imply */
+    uint32_t accumulate;  /* backward: those of grads that are added to, not overwritten */
 } nj_desc;
 
 /* What the choice of a kernel must respect. Zero: no demand. A demand that cannot be met makes
@@ -166,25 +166,25 @@ typedef struct nj_desc {
 typedef struct nj_preference {
     uint64_t max_workspace_bytes; /* 0 = no limit */
     int32_t deterministic;        /* 1: equal bits on every run with equal inputs */
-    int32_t batch_invariant;      /* 1: y, dx, mean, rstd of a row do not depend on the other rows */
-    int32_t allow_arch_specific;  /* 1: may compile for sm_90a and the like */
-    nj_backend prefer_backend;    /* AUTO: the ctx's. HOST is open to any ctx */
+    int32_t batch_invariant;     /* 1: y, dx, mean, rstd of a row do not depend on the other rows */
+    int32_t allow_arch_specific; /* 1: may compile for sm_90a and the like */
+    nj_backend prefer_backend;   /* AUTO: the ctx's. HOST is open to any ctx */
 } nj_preference;
 
-/* Operands of one run. A tensor of x's shape has x's rank and extents; a statistic has x's rank with
-   extent 1 at every normalized axis (nj_desc_stat_shape); a parameter has the normalized axes'
+/* Operands of one run. A tensor of x's shape has x's rank and extents; a statistic has x's rank
+   with extent 1 at every normalized axis (nj_desc_stat_shape); a parameter has the normalized axes'
    extents in their order (nj_desc_param_shape). Strides are free; see nj_plan_run for aliasing. */
 typedef struct nj_args {
     nj_const_tensor x;     /* x's shape */
     nj_const_tensor dy;    /* x's shape; backward */
     nj_const_tensor gamma; /* parameter; when has_gamma */
     nj_const_tensor beta;  /* parameter; forward, when has_beta */
-    nj_tensor mean;        /* statistic; forward writes it (data NULL: not wanted), backward reads it */
-    nj_tensor rstd;        /* statistic; likewise */
-    nj_tensor y;           /* x's shape; forward */
-    nj_tensor dx;          /* x's shape; backward, when in grads */
-    nj_tensor dgamma;      /* parameter; backward, when in grads */
-    nj_tensor dbeta;       /* parameter; backward, when in grads */
+    nj_tensor mean;   /* statistic; forward writes it (data NULL: not wanted), backward reads it */
+    nj_tensor rstd;   /* statistic; likewise */
+    nj_tensor y;      /* x's shape; forward */
+    nj_tensor dx;     /* x's shape; backward, when in grads */
+    nj_tensor dgamma; /* parameter; backward, when in grads */
+    nj_tensor dbeta;  /* parameter; backward, when in grads */
 } nj_args;
 
 typedef enum nj_layout {
@@ -212,17 +212,18 @@ typedef struct nj_sku {
     int32_t arch_specific; /* 1: sm_90a and the like */
     int32_t math;          /* nj_dtype of arithmetic and accumulators */
     int32_t grads, accumulate;
-    int32_t threads;       /* per block; 0 on the host */
-    int32_t vector_bytes;  /* width of one memory access of x */
+    int32_t threads;      /* per block; 0 on the host */
+    int32_t vector_bytes; /* width of one memory access of x */
     char kernel[48];
 } nj_sku;
 
 /* What a plan guarantees for every layout that it serves. */
 typedef struct nj_precision {
-    int32_t math, accumulator;            /* nj_dtype */
-    int32_t deterministic;                /* equal inputs, equal bits, run after run */
-    int32_t bit_stable_on_same_hardware;  /* also across processes (host: any thread count) */
-    int32_t batch_invariant;              /* a row's y, dx, mean, rstd do not depend on other rows */
+    int32_t math, accumulator;           /* nj_dtype */
+    int32_t deterministic;               /* equal inputs, equal bits, run after run */
+    int32_t bit_stable_on_same_hardware; /* also across processes (host: any thread count) */
+    int32_t batch_invariant; /* a row's y, dx, mean, rstd do not depend on the other rows, nor on
+                                how many there are, as long as its own strides stay the same */
 } nj_precision;
 
 /* Counts since the ctx was made. */
@@ -238,45 +239,48 @@ typedef enum nj_log_level { NJ_LOG_INFO = 0, NJ_LOG_WARNING } nj_log_level;
 typedef void (*nj_log_fn)(void *user, nj_log_level level, const char *text);
 
 /* Bits of nj_ctx_desc.flags. */
-#define NJ_CTX_CHECK_POINTERS 1u /* run asks the driver where each operand lives (some us a call) */
+#define NJ_CTX_CHECK_POINTERS 1u /* run asks the driver where operands live: some us a call */
 #define NJ_CTX_FALLBACK_PTX 2u   /* do not look for NVRTC: use the embedded PTX */
 
 typedef struct nj_ctx_desc {
-    int32_t device;              /* CUDA device ordinal */
-    uint32_t flags;              /* NJ_CTX_* */
-    nj_backend backend;          /* AUTO: CUDA when it can be used, else host */
-    const char *cache_dir;       /* NULL: no disk cache; made when missing (nj_default_cache_dir) */
-    uint64_t cache_max_bytes;    /* bound of the disk cache; 0 = 256 MiB */
-    const char *driver_path;     /* NULL: the system's libcuda / nvcuda.dll */
-    const char *nvrtc_path;      /* NULL: searched for; else this file and no other */
-    nj_log_fn log;               /* NULL: silent. May be called from any thread that calls us */
+    int32_t device;           /* CUDA device ordinal */
+    uint32_t flags;           /* NJ_CTX_* */
+    nj_backend backend;       /* AUTO: CUDA when it can be used, else host */
+    const char *cache_dir;    /* NULL: no disk cache; made when missing (nj_default_cache_dir) */
+    uint64_t cache_max_bytes; /* bound of the disk cache; 0 = 256 MiB */
+    const char *driver_path;  /* NULL: the system's libcuda / nvcuda.dll */
+    const char *nvrtc_path;   /* NULL: searched for; else this file and no other */
+    nj_log_fn log;            /* NULL: silent. May be called from any thread that calls us */
     void *log_user;
 } nj_ctx_desc;
 
 typedef struct nj_error_info {
-    int32_t status;        /* nj_status of this thread's last failing call */
-    int32_t driver_error;  /* CUresult or nvrtcResult behind it, 0 when none */
-    uint64_t needed, got;  /* BUFFER_TOO_SMALL: elements. WORKSPACE_TOO_SMALL, max_workspace_bytes: bytes */
+    int32_t status;       /* nj_status of this thread's last failing call */
+    int32_t driver_error; /* CUresult or nvrtcResult behind it, 0 when none */
+    uint64_t needed,
+        got; /* BUFFER_TOO_SMALL: elements. WORKSPACE_TOO_SMALL, max_workspace_bytes: bytes */
 } nj_error_info;
 
 /* ---- contexts ------------------------------------------------------------------------------- */
 
-/* Makes a ctx. desc NULL = all defaults. A CUDA ctx binds to the CUDA context current in this thread
-   when that is one of desc->device's, else it retains the device's primary context until it is gone.
-   Errors: INVALID_ARGUMENT; LIBRARY_NOT_FOUND (no driver); UNSUPPORTED (no such device, too old a
-   driver or device); DRIVER; OUT_OF_MEMORY. With AUTO a CUDA failure is logged and gives a host ctx.
-   A missing NVRTC is no failure here: the embedded PTX serves. *out is NULL on failure. */
+/* Makes a ctx. desc NULL = all defaults. A CUDA ctx binds to the CUDA context current in this
+   thread when that is one of desc->device's, else it retains the device's primary context until it
+   is gone. Errors: INVALID_ARGUMENT; LIBRARY_NOT_FOUND (no driver); UNSUPPORTED (no such device,
+   too old a driver or device); DRIVER; OUT_OF_MEMORY. With AUTO a CUDA failure is logged and gives
+   a host ctx. A missing NVRTC is no failure here: the embedded PTX serves. *out is NULL on failure.
+ */
 NJ_API nj_status nj_ctx_create(nj_ctx **out, const nj_ctx_desc *desc);
 
-/* Releases the caller's hold. Plans stay valid: the ctx goes with the last of them. NULL is a no-op.
-   The caller sees to it that no run of its plans is still executing when the last one goes. */
+/* Releases the caller's hold. Plans stay valid: the ctx goes with the last of them. NULL is a
+   no-op. The caller sees to it that no run of its plans is still executing when the last one goes.
+ */
 NJ_API void nj_ctx_destroy(nj_ctx *ctx);
 
 /* NJ_BACKEND_CUDA or NJ_BACKEND_HOST; NJ_BACKEND_AUTO for NULL. Any thread. */
 NJ_API nj_backend nj_ctx_backend(const nj_ctx *ctx);
 
-/* One line about the ctx: backend, device, driver, NVRTC; for logs and bug reports. The text lives as
-   long as the ctx. Any thread. */
+/* One line about the ctx: backend, device, driver, NVRTC; for logs and bug reports. The text lives
+   as long as the ctx. Any thread. */
 NJ_API const char *nj_ctx_info(const nj_ctx *ctx);
 
 /* Copies the counters. Errors: INVALID_ARGUMENT. Any thread. */
@@ -290,8 +294,8 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size);
 /* ---- plans ---------------------------------------------------------------------------------- */
 
 /* Descriptor -> plan; compiles here, or hits a cache. pref NULL = no demands. The ctx's caches are
-   locked: any thread may call, one compiles at a time. Not during stream capture in this thread or of
-   the legacy stream: UNSUPPORTED. Errors: INVALID_ARGUMENT, INVALID_PROBLEM, UNSUPPORTED,
+   locked: any thread may call, one compiles at a time. Not during stream capture in this thread or
+   of the legacy stream: UNSUPPORTED. Errors: INVALID_ARGUMENT, INVALID_PROBLEM, UNSUPPORTED,
    COMPILE_FAILED, DRIVER, OUT_OF_MEMORY. *out is NULL on failure. */
 NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
                                 const nj_preference *pref);
@@ -299,29 +303,32 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
 /* NULL is a no-op. The caller sees to it that no run of the plan is still executing. */
 NJ_API void nj_plan_destroy(nj_plan *plan);
 
-/* Every check that nj_plan_run makes (all but workspace and stream), and nothing else. Any thread. */
+/* Every check that nj_plan_run makes (all but workspace and stream), and nothing else. Any thread.
+ */
 NJ_API nj_status nj_plan_can_implement(const nj_plan *plan, const nj_args *args);
 
-/* Bytes of workspace for one run; may be 0. Its address: a multiple of 256 for CUDA (what cuMemAlloc
-   gives), of 16 on the host (what malloc gives). Contents irrelevant before and after. 0 for NULL. */
+/* Bytes of workspace for one run; may be 0. Its address: a multiple of 256 for CUDA (what
+   cuMemAlloc gives), of 16 on the host (what malloc gives). Contents irrelevant before and after. 0
+   for NULL. */
 NJ_API size_t nj_plan_workspace_size(const nj_plan *plan);
 
-/* CUDA: enqueues on stream (a CUstream or cudaStream_t; NULL = the legacy default stream) and returns.
-   Host: computes before it returns; stream is ignored. Never compiles, allocates, synchronises or reads
-   the environment: legal in stream capture, and from many threads on one plan, each run with its own
-   workspace until that run is done.
-   Aliasing: an output may be the same view (data, offset, strides) as an input of its shape and type:
-   y as x; dx as x or dy. Every other overlap of an output with an operand is an error where the
-   addresses and strides prove it. Outputs need positive strides and may not overlap themselves.
-   NaN and Inf propagate as the formulas say, within their row and into the parameter gradients.
-   No rows: dgamma and dbeta become 0 (or stay, when accumulating). No columns: mean and rstd become
+/* CUDA: enqueues on stream (a CUstream or cudaStream_t; NULL = the legacy default stream) and
+   returns. Host: computes before it returns; stream is ignored. Never compiles, allocates,
+   synchronises or reads the environment: legal in stream capture, and from many threads on one
+   plan, each run with its own workspace until that run is done. Aliasing: an output may be the same
+   view (data, offset, strides) as an input of its shape and type: y as x; dx as x or dy. Every
+   other overlap of an output with an operand is an error where the addresses and strides prove it.
+   Outputs need positive strides that nest: by growing stride, each steps past all that the smaller
+   ones reach, so that an output does not overlap itself. Operands without elements may be NULL. NaN
+   and Inf propagate as the formulas say, within their row and into the parameter gradients. No
+   rows: dgamma and dbeta become 0 (or stay, when accumulating). No columns: mean and rstd become
    NaN (the mean of nothing), all else is empty. One column: dx is 0.
    Errors: those of the checks, before anything is written; DRIVER. */
 NJ_API nj_status nj_plan_run(const nj_plan *plan, const nj_args *args, void *workspace,
                              size_t workspace_size, void *stream);
 
-/* The kernel that runs for these args; args NULL = for packed operands. Errors: INVALID_ARGUMENT and,
-   with args, those of nj_plan_can_implement. *out is zeroed on failure. Any thread. */
+/* The kernel that runs for these args; args NULL = for packed operands. Errors: INVALID_ARGUMENT
+   and, with args, those of nj_plan_can_implement. *out is zeroed on failure. Any thread. */
 NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *out);
 
 /* Errors: INVALID_ARGUMENT. Any thread. */
@@ -332,7 +339,8 @@ NJ_API nj_status nj_plan_precision(const nj_plan *plan, nj_precision *out);
 /* All three check the descriptor's rank, shape and axes. Errors: INVALID_ARGUMENT. Any thread. */
 NJ_API nj_status nj_desc_cols(const nj_desc *desc, int64_t *cols);
 NJ_API nj_status nj_desc_stat_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]);
-NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]);
+NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank,
+                                     int64_t shape[NJ_MAX_RANK]);
 
 /* Row-major views of a whole buffer: offset 0, count = product of the extents. Given NULL data, a
    rank outside 1..NJ_MAX_RANK or an overflowing shape they return a view that the checks reject. */
@@ -348,8 +356,8 @@ NJ_API size_t nj_dtype_size(nj_dtype dtype);
 /* "NJ_OK", "NJ_INVALID_ARGUMENT", ...; "unknown nj_status" for anything else. Any thread. */
 NJ_API const char *nj_status_string(nj_status status);
 
-/* The text of this thread's last failing call: `function: field = value: rule`. "" when none has failed.
-   It lives until this thread's next failing call. */
+/* The text of this thread's last failing call: `function: field = value: rule`. "" when none has
+   failed. It lives until this thread's next failing call. */
 NJ_API const char *nj_last_error(void);
 NJ_API void nj_last_error_info(nj_error_info *out);
 
@@ -392,9 +400,10 @@ typedef struct nji_problem {
     int reserved;
 } nji_problem;
 
-/* Threads of a block of the strided kernels, and lanes over parts of the kernel that adds them. */
+/* Threads of a block of the strided kernels, and most lanes over parts of the kernel that adds
+ * them. */
 #define NJI_STRIDED_THREADS 256
-#define NJI_SUM_LANES 16
+#define NJI_SUM_LANES 32
 
 /* Both compilers must lay it out alike; each asserts this size. */
 #define NJI_PROBLEM_BYTES 864
@@ -450,7 +459,8 @@ typedef struct nji_problem {
 #define NJI_STATIC_ASSERT(condition, text) typedef char nji_assert_[(condition) ? 1 : -1]
 #endif
 
-NJI_STATIC_ASSERT(sizeof(nji_problem) == NJI_PROBLEM_BYTES, "host and device disagree on nji_problem");
+NJI_STATIC_ASSERT(sizeof(nji_problem) == NJI_PROBLEM_BYTES,
+                  "host and device disagree on nji_problem");
 
 /* ---- the thread's last error ---------------------------------------------------------------- */
 
@@ -479,8 +489,8 @@ static nj_status nji_fail_sized(nj_status status, uint64_t needed, uint64_t got,
 #define nji_fail(status, ...) nji_fail_sized(status, 0, 0, __VA_ARGS__)
 
 static nj_status nji_out_of_memory(const char *call, size_t bytes) {
-    return nji_fail_sized(NJ_OUT_OF_MEMORY, bytes, 0, "%s: %zu bytes of host memory could not be had",
-                          call, bytes);
+    return nji_fail_sized(NJ_OUT_OF_MEMORY, bytes, 0,
+                          "%s: %zu bytes of host memory could not be had", call, bytes);
 }
 
 /* ---- checked arithmetic --------------------------------------------------------------------- */
@@ -489,7 +499,8 @@ static nj_status nji_out_of_memory(const char *call, size_t bytes) {
 static int nji_mul_i64(int64_t a, int64_t b, int64_t *out) {
     if (a != 0 && b != 0) {
         if (a > 0 ? (b > 0 ? a > INT64_MAX / b : b < INT64_MIN / a)
-                  : (b > 0 ? a < INT64_MIN / b : b < INT64_MAX / a)) return 0;
+                  : (b > 0 ? a < INT64_MIN / b : b < INT64_MAX / a))
+            return 0;
     }
     *out = a * b;
     return 1;
@@ -585,10 +596,13 @@ static int nji_is_normalized(const nj_desc *desc, int axis) {
 }
 
 /* Checks rank, shape and axes; rows and cols are the products of the two groups of extents. */
-static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *cols, const char *call) {
-    int64_t all = 1; /* product of the extents that are not 0: every partial product must fit, too */
+static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *cols,
+                                 const char *call) {
+    int64_t all =
+        1; /* product of the extents that are not 0: every partial product must fit, too */
     int axis;
-    if (!desc) return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
+    if (!desc)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
     if (desc->rank < 1 || desc->rank > NJ_MAX_RANK) {
         return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.rank = %d: a rank is 1 to %d", call,
                         (int)desc->rank, NJ_MAX_RANK);
@@ -598,16 +612,18 @@ static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *co
                         "%s: desc.norm_axes = 0: at least one axis must be normalized", call);
     }
     if (desc->norm_axes >> desc->rank != 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.norm_axes = 0x%x: rank %d has axes 0 to %d only",
-                        call, (unsigned)desc->norm_axes, (int)desc->rank, (int)desc->rank - 1);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.norm_axes = 0x%x: rank %d has axes 0 to %d only", call,
+                        (unsigned)desc->norm_axes, (int)desc->rank, (int)desc->rank - 1);
     }
     *rows = *cols = 1;
     for (axis = 0; axis < desc->rank; axis++) {
         int64_t extent = desc->shape[axis];
         int64_t *product = nji_is_normalized(desc, axis) ? cols : rows;
         if (extent < 0) {
-            return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.shape[%d] = %lld: an extent is 0 or more",
-                            call, axis, (long long)extent);
+            return nji_fail(NJ_INVALID_ARGUMENT,
+                            "%s: desc.shape[%d] = %lld: an extent is 0 or more", call, axis,
+                            (long long)extent);
         }
         if (extent != 0 && !nji_mul_i64(all, extent, &all)) {
             return nji_fail(NJ_INVALID_ARGUMENT,
@@ -639,9 +655,9 @@ typedef struct nji_view {
     int32_t size; /* bytes of an element */
     nji_kind kind;
     int writable;
-    int empty;       /* no elements */
+    int empty; /* no elements */
     nj_dtype dtype;
-    size_t slot;     /* where its nji_operand lies in nji_problem */
+    size_t slot; /* where its nji_operand lies in nji_problem */
 } nji_view;
 
 /* Extents that the descriptor gives to an operand of a kind. */
@@ -658,8 +674,8 @@ static void nji_expected_shape(const nj_desc *desc, nji_kind kind, int32_t *rank
 }
 
 static nj_status nji_missing_operand(const nji_view *view, const char *call) {
-    return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.data = NULL: this plan needs the operand", call,
-                    view->name);
+    return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.data = NULL: this plan needs the operand",
+                    call, view->name);
 }
 
 static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const char *call) {
@@ -668,15 +684,15 @@ static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const
     nji_expected_shape(desc, view->kind, &rank, expected);
     if (view->rank == 0 && !view->data) return nji_missing_operand(view, call);
     if (view->rank != rank) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d", call,
-                        view->name, (int)view->rank, (int)rank);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d",
+                        call, view->name, (int)view->rank, (int)rank);
     }
     view->empty = 0;
     for (axis = 0; axis < rank; axis++) {
         if (view->shape[axis] != expected[axis]) {
-            return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.shape[%d] = %lld: the plan wants %lld",
-                            call, view->name, (int)axis, (long long)view->shape[axis],
-                            (long long)expected[axis]);
+            return nji_fail(NJ_INVALID_ARGUMENT,
+                            "%s: args.%s.shape[%d] = %lld: the plan wants %lld", call, view->name,
+                            (int)axis, (long long)view->shape[axis], (long long)expected[axis]);
         }
         if (expected[axis] == 0) view->empty = 1;
     }
@@ -692,30 +708,33 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
         if (view->shape[axis] == 1) continue;
         if (view->writable && stride <= 0) {
             return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s.stride[%d] = %lld: an output's stride must be positive", call,
-                            view->name, axis, (long long)stride);
+                            "%s: args.%s.stride[%d] = %lld: an output's stride must be positive",
+                            call, view->name, axis, (long long)stride);
         }
         if (!nji_mul_i64(view->shape[axis] - 1, stride, &span) ||
             !nji_add_i64(span < 0 ? low : high, span, span < 0 ? &low : &high)) {
-            return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s.stride[%d] = %lld: the reach of the strides overflows int64",
-                            call, view->name, axis, (long long)stride);
+            return nji_fail(
+                NJ_INVALID_ARGUMENT,
+                "%s: args.%s.stride[%d] = %lld: the reach of the strides overflows int64", call,
+                view->name, axis, (long long)stride);
         }
     }
     if (low < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: args.%s: offset and strides reach element %lld: the buffer starts at 0",
-                        call, view->name, (long long)low);
+        return nji_fail(
+            NJ_INVALID_ARGUMENT,
+            "%s: args.%s: offset and strides reach element %lld: the buffer starts at 0", call,
+            view->name, (long long)low);
     }
     if (high > INT64_MAX / 4 / view->size) { /* so that two views' bytes add up in int64 */
-        return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: args.%s: offset and strides reach element %lld: no address is that high",
-                        call, view->name, (long long)high);
+        return nji_fail(
+            NJ_INVALID_ARGUMENT,
+            "%s: args.%s: offset and strides reach element %lld: no address is that high", call,
+            view->name, (long long)high);
     }
     if (view->count != 0 && high >= view->count) {
         return nji_fail_sized(NJ_BUFFER_TOO_SMALL, (uint64_t)high + 1, (uint64_t)view->count,
-                              "%s: args.%s.count = %lld: offset and strides need %lld elements", call,
-                              view->name, (long long)view->count, (long long)high + 1);
+                              "%s: args.%s.count = %lld: offset and strides need %lld elements",
+                              call, view->name, (long long)view->count, (long long)high + 1);
     }
     view->low = low;
     view->high = high;
@@ -735,11 +754,11 @@ static nj_status nji_check_output_is_injective(const nji_view *view, const char 
         }
         if (best < 0) return NJ_OK;
         if (view->stride[best] <= reach) {
-            return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s.stride[%d] = %lld: the smaller strides reach %lld elements: an "
-                            "output's stride must step past them",
-                            call, view->name, best, (long long)view->stride[best],
-                            (long long)reach + 1);
+            return nji_fail(
+                NJ_INVALID_ARGUMENT,
+                "%s: args.%s.stride[%d] = %lld: the smaller strides reach %lld elements: an "
+                "output's stride must step past them",
+                call, view->name, best, (long long)view->stride[best], (long long)reach + 1);
         }
         reach += (view->shape[best] - 1) * view->stride[best];
         done |= 1u << best;
@@ -751,12 +770,13 @@ static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char 
     nj_status status = nji_check_view_shape(desc, view, call);
     if (status != NJ_OK) return status;
     if (view->count < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.count = %lld: a count is 0 (not known) or more",
-                        call, view->name, (long long)view->count);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: args.%s.count = %lld: a count is 0 (not known) or more", call,
+                        view->name, (long long)view->count);
     }
     if (view->offset < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.offset = %lld: an offset is 0 or more", call,
-                        view->name, (long long)view->offset);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.offset = %lld: an offset is 0 or more",
+                        call, view->name, (long long)view->offset);
     }
     if (view->empty) return NJ_OK;
     if (!view->data) return nji_missing_operand(view, call);
@@ -848,7 +868,8 @@ static int nji_views_overlap(const nji_view *a, const nji_view *b) {
 /* The same elements in the same order. */
 static int nji_views_equal(const nji_view *a, const nji_view *b) {
     int axis;
-    if (a->kind != b->kind || a->dtype != b->dtype || a->data != b->data || a->offset != b->offset) {
+    if (a->kind != b->kind || a->dtype != b->dtype || a->data != b->data ||
+        a->offset != b->offset) {
         return 0;
     }
     for (axis = 0; axis < a->rank; axis++) {
@@ -868,10 +889,11 @@ static nj_status nji_check_overlaps(const nji_view *views, int count, const char
             if (j == i || other->empty || (other->writable && j < i)) continue;
             if (!other->writable && out->kind == NJI_FULL && nji_views_equal(out, other)) continue;
             if (!nji_views_overlap(out, other)) continue;
-            return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s overlaps args.%s: an output must be apart from every other "
-                            "operand, or the same view as an input of x's shape",
-                            call, out->name, other->name);
+            return nji_fail(
+                NJ_INVALID_ARGUMENT,
+                "%s: args.%s overlaps args.%s: an output must be apart from every other "
+                "operand, or the same view as an input of x's shape",
+                call, out->name, other->name);
         }
     }
     return NJ_OK;
@@ -996,8 +1018,8 @@ static nj_layout nji_layout_of(const nji_problem *p) {
 
 /* ==== select.h ================================================================================== */
 /* Which kernels serve a descriptor: a pure function of the descriptor, device facts and preference.
-   A row of the tuning table is the single home of a kernel's geometry; -D options, launches, workspace
-   and SKU all come from the nji_choice made of it. */
+   A row of the tuning table is the single home of a kernel's geometry; -D options, launches,
+   workspace and SKU all come from the nji_choice made of it. */
 
 /* What a choice may depend on. Not part of it: anything that could differ between equal devices. */
 typedef struct nji_device_facts {
@@ -1008,15 +1030,17 @@ typedef struct nji_device_facts {
 typedef enum nji_family {
     NJI_ROWS,   /* a row in the registers of one block or cluster: norm_rows.cu */
     NJI_SPLIT,  /* a row over several blocks, in two kernels: norm_rows.cu */
+    NJI_TILES,  /* neighbouring rows adjacent, columns strided: norm_tiles.cu */
     NJI_STRIDED /* any strides: norm_strided.cu */
 } nji_family;
 
-/* Geometry within a row depends on direction, element size, cols and arch alone, never on rows: that is
-   what makes y and dx batch-invariant. The first row that fits is taken. */
+/* Geometry within a row depends on direction, element size, cols and arch alone, never on rows:
+   that is what makes y and dx batch-invariant. The first row that fits is taken. */
 typedef struct nji_tuning {
     int forward;       /* 1 or 0 */
     int element_bytes; /* at most */
     int min_arch;
+    int max_access; /* bytes of x that one access can move: 16, or less where cols do not divide */
     int64_t max_cols;
     int elements;   /* columns of a slice that one thread keeps, at most */
     int max_lanes;  /* threads that share a slice: 32 = within a warp, else up to a block */
@@ -1024,59 +1048,68 @@ typedef struct nji_tuning {
     int max_slices; /* of a cluster; 1 = no clusters */
     int resident;   /* threads that a multiprocessor holds: launch bound, and grid of a backward */
     int prefetch;   /* load the next row while working on one */
+    int ahead;      /* ask the L2 cache for the row that many steps ahead; 0 = do not */
 } nji_tuning;
 
 #define NJI_ANY_COLS INT64_MAX
 
 /* Measured reasons: ptx_src/DIARY.md. */
+/* clang-format off */
 static const nji_tuning nji_tuning_table[] = {
-    /* fwd bytes arch max_cols elements lanes threads slices resident prefetch */
-    {1, 2, 80, 256, 8, 32, 128, 1, 1536, 0}, /* sm_75 holds 1024 threads */
-    {1, 2, 90, 1024, 32, 32, 256, 1, 1024, 0},
-    {1, 2, 0, 1024, 32, 32, 256, 1, 768, 0},
-    {1, 2, 0, 16384, 32, 512, 0, 1, 1024, 0},
-    {1, 2, 90, 65536, 16, 512, 0, 8, 1024, 0},
-    {1, 2, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
-    {1, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
-    {1, 4, 80, 128, 4, 32, 128, 1, 1536, 0},
-    {1, 4, 0, 1024, 32, 32, 256, 1, 768, 0},
-    {1, 4, 0, 8192, 16, 512, 0, 1, 1024, 0},
-    {1, 4, 0, 16384, 32, 512, 0, 1, 512, 0},
-    {1, 4, 90, 65536, 16, 512, 0, 8, 1024, 0},
-    {1, 4, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0},
-    {1, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0},
-    {1, 8, 0, 512, 16, 32, 128, 1, 512, 0},
-    {1, 8, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0},
-    {1, 8, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
-    {0, 2, 0, 256, 8, 32, 256, 1, 1024, 0},
-    {0, 2, 0, 768, 24, 32, 64, 1, 256, 1},
-    {0, 2, 0, 1024, 32, 32, 64, 1, 256, 1},
-    {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1},
-    {0, 2, 100, 98304, 24, 352, 0, 8, 384, 1},
-    {0, 2, 0, 12288, 32, 384, 0, 1, 384, 0},
-    {0, 2, 90, 98304, 24, 512, 0, 8, 384, 1},
-    {0, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 1},
-    {0, 4, 0, 128, 4, 32, 256, 1, 1024, 1},
-    {0, 4, 0, 768, 24, 32, 64, 1, 256, 1},
-    {0, 4, 0, 4096, 8, 512, 0, 1, 1024, 0},
-    {0, 4, 90, 65536, 32, 256, 0, 8, 256, 1},
-    {0, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0},
-    {0, 8, 0, 256, 8, 32, 128, 1, 256, 1},
-    {0, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0},
-    {0, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0},
+    /* fwd bytes arch access cols elements lanes threads slices resident prefetch ahead */
+    {1, 2, 0, 16, 256, 8, 32, 128, 1, 1536, 0, 0},
+    {1, 2, 90, 16, 1024, 32, 32, 256, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 1024, 32, 32, 256, 1, 768, 0, 0},
+    {1, 2, 0, 16, 8192, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 12288, 24, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0},
+    {1, 2, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
+    {1, 2, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 128, 4, 32, 128, 1, 1536, 0, 0},
+    {1, 4, 0, 16, 512, 16, 32, 256, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 8192, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0},
+    {1, 4, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
+    {1, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 8, 0, 16, 512, 16, 32, 128, 1, 512, 0, 0},
+    {1, 8, 90, 16, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0, 0},
+    {1, 8, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
+    {0, 2, 0, 16, 256, 8, 32, 256, 1, 1024, 0, 0},
+    {0, 2, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
+    {0, 2, 0, 16, 1024, 16, 512, 0, 1, 512, 1, 0},
+    {0, 2, 0, 16, 4096, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 90, 4, 16384, 8, 1024, 0, 8, 1024, 0, 3},
+    {0, 2, 0, 16, 6144, 16, 512, 0, 1, 384, 1, 0},
+    {0, 2, 0, 16, 8192, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 100, 16, 16384, 24, 352, 0, 8, 384, 1, 0},
+    {0, 2, 0, 16, 12288, 32, 384, 0, 1, 384, 0, 0},
+    {0, 2, 90, 16, 16384, 24, 512, 0, 8, 384, 1, 0},
+    {0, 2, 0, 16, NJI_ANY_COLS, 24, 192, 0, 1, 384, 1, 0},
+    {0, 4, 0, 16, 128, 4, 32, 256, 1, 1024, 1, 0},
+    {0, 4, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
+    {0, 4, 0, 16, 4096, 8, 512, 0, 1, 1024, 0, 0},
+    {0, 4, 90, 16, 65536, 32, 256, 0, 8, 256, 1, 0},
+    {0, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
+    {0, 8, 0, 16, 256, 8, 32, 128, 1, 256, 1, 0},
+    {0, 8, 90, 16, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0, 0},
+    {0, 8, 0, 16, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0, 0},
 };
+/* clang-format on */
 
 /* Everything that launches and compiles a descriptor's kernels. */
 typedef struct nji_choice {
-    nji_family family; /* ROWS or SPLIT for unit-stride columns; STRIDED when those do not apply */
+    nji_family family; /* of the fast kernels; STRIDED when there are none */
     int forward;
-    int vec;                   /* columns of one access; operands must be aligned to it */
-    int lanes, chunks, threads; /* of a block of the rows kernels */
+    int vec; /* elements of one access; operands must be aligned to it */
+    int lanes, chunks,
+        threads; /* threads along a row (tiles: along rows); accesses each; of a block */
     int slices, cluster;
     int blocks; /* per multiprocessor, at least */
-    int prefetch;
-    int parts;                 /* most partial gradients of the rows kernels; 0 = none wanted */
-    int strided_parts;         /* the same for the strided kernels */
+    int prefetch, ahead;
+    int parts;         /* most partial gradients of the fast kernels; 0 = none wanted */
+    int strided_parts; /* the same for the strided kernels */
     int64_t partial_bytes, sums_bytes; /* of the workspace, partials first */
 } nji_choice;
 
@@ -1098,14 +1131,22 @@ static int nji_power_of_two_above(int value) {
     return power;
 }
 
+/* Elements of one access: up to 16 bytes, dividing an extent. */
+static int nji_vec_of(const nj_desc *desc, int64_t extent) {
+    int vec = 16 / (int)nj_dtype_size(desc->dtype);
+    while (extent % vec != 0) vec /= 2;
+    return vec;
+}
+
 static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64_t cols,
                                          const nji_device_facts *facts) {
     int bytes = (int)nj_dtype_size(desc->dtype);
+    int access = bytes * nji_vec_of(desc, cols);
     size_t i;
     for (i = 0; i < sizeof nji_tuning_table / sizeof nji_tuning_table[0]; i++) {
         const nji_tuning *row = &nji_tuning_table[i];
-        if (row->forward == forward && bytes <= row->element_bytes && facts->arch >= row->min_arch &&
-            cols <= row->max_cols) {
+        if (row->forward == forward && bytes <= row->element_bytes &&
+            facts->arch >= row->min_arch && access <= row->max_access && cols <= row->max_cols) {
             return row;
         }
     }
@@ -1124,8 +1165,7 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
                         nji_choice *choice) {
     int64_t packs, slices;
     int per_slice, resident;
-    choice->vec = 16 / (int)nj_dtype_size(desc->dtype);
-    while (cols % choice->vec != 0) choice->vec /= 2;
+    choice->vec = nji_vec_of(desc, cols);
     /* Narrow packs waste registers: there is no room for a second row. */
     choice->prefetch = row->prefetch && choice->vec * (int)nj_dtype_size(desc->dtype) >= 8;
     slices = nji_ceil_div(cols, (int64_t)row->elements * row->max_lanes);
@@ -1146,13 +1186,58 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
         choice->lanes = nji_round_up((int)nji_ceil_div(per_slice, choice->chunks), 32);
         choice->threads = choice->lanes;
     }
+    choice->ahead = row->ahead;
     resident = (int)nji_min_i64(row->resident, nji_most_resident(arch));
     choice->blocks = resident > choice->threads ? resident / choice->threads : 1;
 }
 
-/* Rows that a block of the rows kernels works on at a time. */
+/* The last axis that has any extent is not normalized: neighbouring rows are adjacent in a packed
+   tensor. *run counts them. */
+static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
+    int axis = desc->rank - 1;
+    *run = 1;
+    for (; axis >= 0 && (desc->shape[axis] == 1 || !nji_is_normalized(desc, axis)); axis--) {
+        *run *= desc->shape[axis];
+    }
+    return *run > 1;
+}
+
+/* Tiles: a warp reads runs of 64 bytes; threads hold up to 64 bytes of x, so that x, dy and the
+   sums stay in registers. More columns take more threads, then shorter runs. Measured:
+   ptx_src/DIARY.md. */
+#define NJI_TILE_RUN_BYTES 64
+#define NJI_TILE_THREAD_BYTES 64
+#define NJI_TILE_THREAD_ELEMENTS 32
+#define NJI_TILE_THREAD_ACCESSES 12
+#define NJI_TILE_RESIDENT 512
+
+static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_choice *choice) {
+    int size = (int)nj_dtype_size(desc->dtype);
+    int most_chunks, threads;
+    choice->vec = nji_vec_of(desc, run);
+    most_chunks =
+        (int)nji_min_i64(NJI_TILE_THREAD_BYTES / size, NJI_TILE_THREAD_ELEMENTS) / choice->vec;
+    most_chunks = (int)nji_min_i64(most_chunks, NJI_TILE_THREAD_ACCESSES);
+    for (choice->lanes = NJI_TILE_RUN_BYTES / (choice->vec * size); choice->lanes >= 1;
+         choice->lanes /= 2) {
+        for (threads = NJI_TILE_RESIDENT / 2; threads <= NJI_TILE_RESIDENT; threads *= 2) {
+            int64_t col_lanes = threads / choice->lanes;
+            if (cols > col_lanes * most_chunks) continue;
+            choice->family = NJI_TILES;
+            choice->chunks = (int)nji_ceil_div(cols, col_lanes);
+            choice->threads =
+                nji_round_up((int)nji_ceil_div(cols, choice->chunks) * choice->lanes, 32);
+            choice->blocks = NJI_TILE_RESIDENT / choice->threads;
+            choice->slices = 1;
+            return;
+        }
+    }
+}
+
+/* Rows that a block of the fast kernels works on at a time. */
 static int nji_block_rows(const nji_choice *choice) {
-    return choice->threads / choice->lanes;
+    return choice->family == NJI_TILES ? choice->lanes * choice->vec
+                                       : choice->threads / choice->lanes;
 }
 
 static int64_t nji_clamp(int64_t value, int64_t low, int64_t high) {
@@ -1173,7 +1258,8 @@ static int nji_parts_row_lanes(int rows_fast) {
     return rows_fast ? NJI_STRIDED_FAST_ROWS : NJI_STRIDED_THREADS / 32;
 }
 
-/* Most parts that the strided kernels make: enough blocks to fill the device, each with rows to add. */
+/* Most parts that the strided kernels make: enough blocks to fill the device, each with rows to
+ * add. */
 static int64_t nji_strided_parts(int64_t rows, int64_t cols, const nji_device_facts *facts) {
     int64_t tiles = nji_ceil_div(cols, 32);
     return nji_clamp(16 * facts->multiprocessors / tiles, 1, nji_clamp(rows / 64, 1, 4096));
@@ -1187,7 +1273,8 @@ static int64_t nji_sums_offset(const nji_choice *choice) {
 }
 
 static int64_t nji_workspace_of(const nji_choice *choice) {
-    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes : choice->partial_bytes;
+    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes
+                              : choice->partial_bytes;
 }
 
 /* Parts of the parameter gradients, within the workspace that the caller allows. */
@@ -1201,8 +1288,8 @@ static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t col
     least = (uint64_t)nji_workspace_of(choice);
     if (limit && limit < least) {
         return nji_fail_sized(NJ_UNSUPPORTED, least, limit,
-                              "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes", call,
-                              (unsigned long long)limit, (unsigned long long)least);
+                              "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes",
+                              call, (unsigned long long)limit, (unsigned long long)least);
     }
     if (part == 0) return NJ_OK;
     if (limit) {
@@ -1232,12 +1319,15 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     choice->forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
     choice->family = NJI_STRIDED;
     if (cols > NJI_MAX_COLS && nji_wants_params(desc)) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.shape: %lld columns: at most %lld with dgamma or dbeta",
-                        call, (long long)cols, NJI_MAX_COLS);
+        return nji_fail(NJ_UNSUPPORTED,
+                        "%s: desc.shape: %lld columns: at most %lld with dgamma or dbeta", call,
+                        (long long)cols, NJI_MAX_COLS);
     }
     if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
         const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
-        if (row) nji_cut_row(desc, row, cols, facts->arch, choice);
+        int64_t run;
+        if (nji_is_channels_first(desc, &run)) nji_cut_tiles(desc, run, cols, choice);
+        else if (row) nji_cut_row(desc, row, cols, facts->arch, choice);
     }
     if (choice->family == NJI_SPLIT && (choice->forward || (desc->grads & NJ_GRAD_DX))) {
         /* 2 accumulators for each slice of some thousand elements: far from overflow. */
@@ -1270,8 +1360,8 @@ static const char *nji_device_type(nj_dtype dtype) {
     return name[dtype];
 }
 
-/* For norm_rows.cu: everything that the descriptor's columns and types fix. */
-static void nji_rows_options(const nj_desc *desc, int64_t cols, const nji_choice *choice,
+/* For norm_rows.cu and norm_tiles.cu: everything that the descriptor's columns and types fix. */
+static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice *choice,
                              nji_options *options) {
     options->count = 0;
     nji_add_option(options, "-DNJI_X=%s", nji_device_type(desc->dtype));
@@ -1284,17 +1374,24 @@ static void nji_rows_options(const nj_desc *desc, int64_t cols, const nji_choice
     nji_add_option(options, "-DNJI_ACCUMULATE=%u", (unsigned)(desc->accumulate & NJ_GRAD_DX));
     nji_add_option(options, "-DNJI_COLS=%lld", (long long)cols);
     nji_add_option(options, "-DNJI_VEC=%d", choice->vec);
-    nji_add_option(options, "-DNJI_LANES=%d", choice->lanes);
     nji_add_option(options, "-DNJI_CHUNKS=%d", choice->chunks);
-    nji_add_option(options, "-DNJI_THREADS=%d", choice->threads);
-    nji_add_option(options, "-DNJI_SLICES=%d", choice->slices);
-    nji_add_option(options, "-DNJI_CLUSTER=%d", choice->cluster);
     nji_add_option(options, "-DNJI_BLOCKS=%d", choice->blocks);
-    nji_add_option(options, "-DNJI_PREFETCH=%d", choice->prefetch);
+    if (choice->family == NJI_TILES) {
+        nji_add_option(options, "-DNJI_ROW_LANES=%d", choice->lanes);
+        nji_add_option(options, "-DNJI_COL_LANES=%d", choice->threads / choice->lanes);
+    } else {
+        nji_add_option(options, "-DNJI_LANES=%d", choice->lanes);
+        nji_add_option(options, "-DNJI_THREADS=%d", choice->threads);
+        nji_add_option(options, "-DNJI_SLICES=%d", choice->slices);
+        nji_add_option(options, "-DNJI_CLUSTER=%d", choice->cluster);
+        nji_add_option(options, "-DNJI_PREFETCH=%d", choice->prefetch);
+        nji_add_option(options, "-DNJI_AHEAD=%d", choice->ahead);
+    }
 }
 
 /* For norm_strided.cu: shapes and strides are arguments; types and direction are fixed. */
-static void nji_strided_options(const nj_desc *desc, const nji_choice *choice, nji_options *options) {
+static void nji_strided_options(const nj_desc *desc, const nji_choice *choice,
+                                nji_options *options) {
     options->count = 0;
     nji_add_option(options, "-DNJI_X=%s", nji_device_type(desc->dtype));
     nji_add_option(options, "-DNJI_PARAM_CODE=%d", (int)desc->param_dtype);
@@ -2797,11 +2894,9 @@ typedef unsigned long long nji_cu_pointer;
 /* CUresult */
 enum {
     NJI_CU_SUCCESS = 0,
-    NJI_CU_INVALID_VALUE = 1,
     NJI_CU_OUT_OF_MEMORY = 2,
     NJI_CU_STUB_LIBRARY = 34,
     NJI_CU_NO_DEVICE = 100,
-    NJI_CU_INVALID_IMAGE = 200,
     NJI_CU_NO_BINARY_FOR_GPU = 209,
     NJI_CU_INVALID_PTX = 218,
     NJI_CU_UNSUPPORTED_PTX_VERSION = 222
@@ -2810,52 +2905,34 @@ enum {
 /* CUdevice_attribute */
 enum {
     NJI_CU_DEVICE_MULTIPROCESSORS = 16,
-    NJI_CU_DEVICE_L2_BYTES = 38,
-    NJI_CU_DEVICE_THREADS_PER_MULTIPROCESSOR = 39,
     NJI_CU_DEVICE_CC_MAJOR = 75,
-    NJI_CU_DEVICE_CC_MINOR = 76,
-    NJI_CU_DEVICE_SHARED_PER_MULTIPROCESSOR = 81,
-    NJI_CU_DEVICE_SHARED_PER_BLOCK_OPTIN = 97
-};
-
-/* CUfunction_attribute */
-enum {
-    NJI_CU_FUNCTION_LOCAL_BYTES = 3,
-    NJI_CU_FUNCTION_REGISTERS = 4,
-    NJI_CU_FUNCTION_MAX_DYNAMIC_SHARED = 8
+    NJI_CU_DEVICE_CC_MINOR = 76
 };
 
 /* CUpointer_attribute; the first is answered with a CUmemorytype */
 enum {
     NJI_CU_POINTER_MEMORY_TYPE = 2,
     NJI_CU_POINTER_DEVICE_ORDINAL = 9,
-    NJI_CU_MEMORY_HOST = 1,
-    NJI_CU_MEMORY_DEVICE = 2,
-    NJI_CU_MEMORY_UNIFIED = 4
+    NJI_CU_MEMORY_DEVICE = 2
 };
 
 /* CUjit_option; sizes travel in the value itself, not through a pointer */
 enum {
-    NJI_CU_JIT_INFO_LOG = 3,
-    NJI_CU_JIT_INFO_LOG_BYTES = 4,
     NJI_CU_JIT_ERROR_LOG = 5,
     NJI_CU_JIT_ERROR_LOG_BYTES = 6
 };
 
-/* CUstreamCaptureStatus, CUstreamCaptureMode */
-enum { NJI_CU_CAPTURE_NONE = 0, NJI_CU_CAPTURE_MODE_RELAXED = 2 };
+/* CUstreamCaptureStatus */
+enum { NJI_CU_CAPTURE_NONE = 0 };
 
 /* CUlaunchAttributeID */
-enum { NJI_CU_LAUNCH_CLUSTER_DIMENSION = 4, NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION = 6 };
+enum { NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION = 6 };
 
 typedef struct nji_cu_launch_attribute {
     int id;
     int pad;
     union {
         char bytes[64]; /* the size that the driver steps by */
-        struct {
-            unsigned x, y, z;
-        } cluster;
         int programmatic_serialization;
         uint64_t alignment;
     } value;
@@ -2896,12 +2973,6 @@ typedef struct nji_driver {
     nji_cu_result(NJI_CU_CALL *cuModuleUnload)(nji_cu_module module);
     nji_cu_result(NJI_CU_CALL *cuModuleGetFunction)(nji_cu_function *function, nji_cu_module module,
                                                     const char *name);
-    nji_cu_result(NJI_CU_CALL *cuFuncSetAttribute)(nji_cu_function function, int attribute,
-                                                   int value);
-    nji_cu_result(NJI_CU_CALL *cuFuncGetAttribute)(int *value, int attribute,
-                                                   nji_cu_function function);
-    nji_cu_result(NJI_CU_CALL *cuOccupancyMaxActiveBlocksPerMultiprocessor)(
-        int *blocks, nji_cu_function function, int threads, size_t shared_bytes);
     nji_cu_result(NJI_CU_CALL *cuLaunchKernel)(nji_cu_function function, unsigned grid_x,
                                                unsigned grid_y, unsigned grid_z, unsigned block_x,
                                                unsigned block_y, unsigned block_z,
@@ -2913,7 +2984,6 @@ typedef struct nji_driver {
     nji_cu_result(NJI_CU_CALL *cuPointerGetAttribute)(void *value, int attribute,
                                                       nji_cu_pointer pointer);
     nji_cu_result(NJI_CU_CALL *cuStreamIsCapturing)(nji_cu_stream stream, int *status);
-    nji_cu_result(NJI_CU_CALL *cuThreadExchangeStreamCaptureMode)(int *mode);
 } nji_driver;
 
 /* ---- what we use of NVRTC's interface ------------------------------------------------------- */
@@ -3066,14 +3136,9 @@ static const nji_symbol nji_driver_symbols[] = {
     NJI_DRIVER_SYMBOL(cuModuleLoadDataEx, "cuModuleLoadDataEx"),
     NJI_DRIVER_SYMBOL(cuModuleUnload, "cuModuleUnload"),
     NJI_DRIVER_SYMBOL(cuModuleGetFunction, "cuModuleGetFunction"),
-    NJI_DRIVER_SYMBOL(cuFuncSetAttribute, "cuFuncSetAttribute"),
-    NJI_DRIVER_SYMBOL(cuFuncGetAttribute, "cuFuncGetAttribute"),
-    NJI_DRIVER_SYMBOL(cuOccupancyMaxActiveBlocksPerMultiprocessor,
-                      "cuOccupancyMaxActiveBlocksPerMultiprocessor"),
     NJI_DRIVER_SYMBOL(cuLaunchKernel, "cuLaunchKernel"),
     NJI_DRIVER_SYMBOL(cuPointerGetAttribute, "cuPointerGetAttribute"),
     NJI_DRIVER_SYMBOL(cuStreamIsCapturing, "cuStreamIsCapturing"),
-    NJI_DRIVER_SYMBOL(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode"),
     {"cuLaunchKernelEx", offsetof(nji_driver, cuLaunchKernelEx), 1}};
 #undef NJI_DRIVER_SYMBOL
 
@@ -3955,7 +4020,7 @@ static nj_status nji_jit_open(nji_jit *jit, const nj_ctx_desc *desc, const char 
 }
 
 /* ==== kernels =================================================================================== */
-#define NJI_PROGRAM_ROWS_HASH 0xe7d5bdf77cbfd509ull
+#define NJI_PROGRAM_ROWS_HASH 0x3474f4251a060d63ull
 static const char *const nji_program_rows[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -3980,7 +4045,7 @@ static const char *const nji_program_rows[] = {
     "int reserved;\n",
     "} nji_problem;\n",
     "#define NJI_STRIDED_THREADS 256\n",
-    "#define NJI_SUM_LANES 16\n",
+    "#define NJI_SUM_LANES 32\n",
     "#define NJI_PROBLEM_BYTES 864\n",
     "#endif\n",
     "static_assert(sizeof(nji_problem) == NJI_PROBLEM_BYTES, \"host and device disagree on nji_problem\");\n",
@@ -4131,6 +4196,15 @@ static const char *const nji_program_rows[] = {
     "default: nji_narrow(value, (double *)data + index); break;\n",
     "}\n",
     "}\n",
+    "NJI_INLINE void nji_fetch(const void *from, int bytes) {\n",
+    "#if __CUDA_ARCH__ >= 900\n",
+    "const unsigned long long address = (unsigned long long)__cvta_generic_to_global(from);\n",
+    "const unsigned long long first = (address + 15) / 16 * 16;\n",
+    "const int whole = (int)(address + bytes - first) / 16 * 16;\n",
+    "if (whole <= 0) return;\n",
+    "asm volatile(\"cp.async.bulk.prefetch.L2.global [%0], %1;\" ::\"l\"(first), \"r\"(whole) : \"memory\");\n",
+    "#endif\n",
+    "}\n",
     "NJI_INLINE nji_real nji_swap(nji_real value, int distance) {\n",
     "return __shfl_xor_sync(0xffffffffu, value, distance);\n",
     "}\n",
@@ -4165,17 +4239,14 @@ static const char *const nji_program_rows[] = {
     "if (sizeof(nji_real) == 4) {\n",
     "asm volatile(\"st.shared::cluster.f32 [%0], %1;\" ::\"r\"(there), \"f\"((float)value) : \"memory\");\n",
     "} else {\n",
-    "asm volatile(\"st.shared::cluster.f64 [%0], %1;\" ::\"r\"(there), \"d\"((double)value) : \"memory\");\n",
+    "asm volatile(\"st.shared::cluster.f64 [%0], %1;\" ::\"r\"(there), \"d\"((double)value)\n",
+    ": \"memory\");\n",
     "}\n",
     "}\n",
     "#endif\n",
-    "NJI_INLINE void nji_release_next() {\n",
+    "NJI_INLINE void nji_begin() {\n",
     "#if __CUDA_ARCH__ >= 900\n",
     "asm volatile(\"griddepcontrol.launch_dependents;\" ::: \"memory\");\n",
-    "#endif\n",
-    "}\n",
-    "NJI_INLINE void nji_wait_previous() {\n",
-    "#if __CUDA_ARCH__ >= 900\n",
     "asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n",
     "#endif\n",
     "}\n",
@@ -4394,6 +4465,7 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "#if NJI_SLICES == 1 || NJI_CLUSTER\n",
     "NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "int turn = 0;\n",
     "nji_meet();\n",
@@ -4413,6 +4485,7 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "#else\n",
     "NJI_KERNEL nj_split_forward_sums(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "nji_real *sums = (nji_real *)p.sums;\n",
     "int turn = 0;\n",
@@ -4428,6 +4501,7 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "}\n",
     "NJI_KERNEL nj_split_forward_write(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "for (nji_i64 row = place.first; row < p.rows; row += place.step) {\n",
     "const nji_real *sums = (const nji_real *)p.sums + row * NJI_SLICES * 2;\n",
@@ -4477,6 +4551,16 @@ static const char *const nji_program_rows[] = {
     "out.mean = out.rstd = 0;\n",
     "out.out = 0;\n",
     "}\n",
+    "}\n",
+    "NJI_INLINE void nji_fetch_ahead(const nji_problem &p, const nji_place &place, nji_i64 row) {\n",
+    "if (NJI_AHEAD == 0 || place.lane != 0) return;\n",
+    "row += NJI_AHEAD * place.step;\n",
+    "if (row >= p.rows) return;\n",
+    "const nji_offsets at = nji_row_offsets(p, p.dx, row);\n",
+    "const int first = place.slice * NJI_WIDTH;\n",
+    "const int count = NJI_COLS - first < NJI_WIDTH \? NJI_COLS - first : NJI_WIDTH;\n",
+    "nji_fetch((const NJI_X *)p.dy.data + at.dy + first, count * (int)sizeof(NJI_X));\n",
+    "if (NJI_WANT_X) nji_fetch((const NJI_X *)p.x.data + at.x + first, count * (int)sizeof(NJI_X));\n",
     "}\n",
     "struct nji_gradients {\n",
     "nji_real gamma[NJI_CHUNKS][NJI_VEC], beta[NJI_CHUNKS][NJI_VEC];\n",
@@ -4538,7 +4622,8 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "NJI_INLINE void nji_write_part(const nji_problem &p, const nji_place &place,\n",
     "nji_real gradient[NJI_CHUNKS][NJI_VEC], int which) {\n",
-    "nji_real *to = (nji_real *)p.partial + ((nji_i64)(blockIdx.x / NJI_SLICES) * 2 + which) * NJI_COLS;\n",
+    "const nji_i64 part = blockIdx.x / NJI_SLICES;\n",
+    "nji_real *to = (nji_real *)p.partial + (part * 2 + which) * NJI_COLS;\n",
     "#if NJI_ROWS > 1\n",
     "__shared__ nji_real total[NJI_WIDTH];\n",
     "#pragma unroll\n",
@@ -4575,7 +4660,6 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "NJI_INLINE void nji_write_parts(const nji_problem &p, const nji_place &place,\n",
     "nji_gradients &gradients) {\n",
-    "nji_release_next();\n",
     "if (NJI_WANT_DGAMMA) nji_write_part(p, place, gradients.gamma, 0);\n",
     "if (NJI_WANT_DBETA) nji_write_part(p, place, gradients.beta, 1);\n",
     "}\n",
@@ -4590,6 +4674,7 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "#if NJI_SLICES == 1 || NJI_CLUSTER\n",
     "NJI_KERNEL nj_rows_backward(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "nji_real gamma[NJI_CHUNKS][NJI_VEC];\n",
     "nji_gradients gradients;\n",
@@ -4601,6 +4686,7 @@ static const char *const nji_program_rows[] = {
     "for (nji_i64 base = place.first; base < p.rows; base += place.step) {\n",
     "const nji_i64 at = base + place.group;\n",
     "nji_real sum_g, sum_gx;\n",
+    "nji_fetch_ahead(p, place, at);\n",
     "if (!NJI_PREFETCH) nji_load(p, place, at, next);\n",
     "const nji_row row = next;\n",
     "if (NJI_PREFETCH && base + place.step < p.rows) nji_load(p, place, at + place.step, next);\n",
@@ -4615,6 +4701,7 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "#else\n",
     "NJI_KERNEL nj_split_backward_sums(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "nji_real gamma[NJI_CHUNKS][NJI_VEC];\n",
     "nji_real *sums = (nji_real *)p.sums;\n",
@@ -4625,6 +4712,7 @@ static const char *const nji_program_rows[] = {
     "nji_start(p, place, gamma, gradients);\n",
     "for (nji_i64 at = place.first; at < p.rows; at += place.step) {\n",
     "nji_real sum_g, sum_gx;\n",
+    "nji_fetch_ahead(p, place, at);\n",
     "if (!NJI_PREFETCH) nji_load(p, place, at, next);\n",
     "const nji_row row = next;\n",
     "if (NJI_PREFETCH && at + place.step < p.rows) nji_load(p, place, at + place.step, next);\n",
@@ -4640,6 +4728,7 @@ static const char *const nji_program_rows[] = {
     "nji_write_parts(p, place, gradients);\n",
     "}\n",
     "NJI_KERNEL nj_split_backward_write(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "nji_real gamma[NJI_CHUNKS][NJI_VEC];\n",
     "if (NJI_HAS_GAMMA) nji_load_params(p.gamma, place, gamma);\n",
@@ -4658,8 +4747,8 @@ static const char *const nji_program_rows[] = {
     "#endif\n",
     "#endif\n",
     NULL};
-#define NJI_PROGRAM_STRIDED_HASH 0x731e9f43355718ddull
-static const char *const nji_program_strided[] = {
+#define NJI_PROGRAM_TILES_HASH 0x256bbeba90f8a0e0ull
+static const char *const nji_program_tiles[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
     "#define NJI_DIMS 8\n",
@@ -4683,7 +4772,7 @@ static const char *const nji_program_strided[] = {
     "int reserved;\n",
     "} nji_problem;\n",
     "#define NJI_STRIDED_THREADS 256\n",
-    "#define NJI_SUM_LANES 16\n",
+    "#define NJI_SUM_LANES 32\n",
     "#define NJI_PROBLEM_BYTES 864\n",
     "#endif\n",
     "static_assert(sizeof(nji_problem) == NJI_PROBLEM_BYTES, \"host and device disagree on nji_problem\");\n",
@@ -4834,6 +4923,15 @@ static const char *const nji_program_strided[] = {
     "default: nji_narrow(value, (double *)data + index); break;\n",
     "}\n",
     "}\n",
+    "NJI_INLINE void nji_fetch(const void *from, int bytes) {\n",
+    "#if __CUDA_ARCH__ >= 900\n",
+    "const unsigned long long address = (unsigned long long)__cvta_generic_to_global(from);\n",
+    "const unsigned long long first = (address + 15) / 16 * 16;\n",
+    "const int whole = (int)(address + bytes - first) / 16 * 16;\n",
+    "if (whole <= 0) return;\n",
+    "asm volatile(\"cp.async.bulk.prefetch.L2.global [%0], %1;\" ::\"l\"(first), \"r\"(whole) : \"memory\");\n",
+    "#endif\n",
+    "}\n",
     "NJI_INLINE nji_real nji_swap(nji_real value, int distance) {\n",
     "return __shfl_xor_sync(0xffffffffu, value, distance);\n",
     "}\n",
@@ -4868,17 +4966,565 @@ static const char *const nji_program_strided[] = {
     "if (sizeof(nji_real) == 4) {\n",
     "asm volatile(\"st.shared::cluster.f32 [%0], %1;\" ::\"r\"(there), \"f\"((float)value) : \"memory\");\n",
     "} else {\n",
-    "asm volatile(\"st.shared::cluster.f64 [%0], %1;\" ::\"r\"(there), \"d\"((double)value) : \"memory\");\n",
+    "asm volatile(\"st.shared::cluster.f64 [%0], %1;\" ::\"r\"(there), \"d\"((double)value)\n",
+    ": \"memory\");\n",
     "}\n",
     "}\n",
     "#endif\n",
-    "NJI_INLINE void nji_release_next() {\n",
+    "NJI_INLINE void nji_begin() {\n",
     "#if __CUDA_ARCH__ >= 900\n",
     "asm volatile(\"griddepcontrol.launch_dependents;\" ::: \"memory\");\n",
+    "asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n",
     "#endif\n",
     "}\n",
-    "NJI_INLINE void nji_wait_previous() {\n",
+    "static __device__ __noinline__ nji_i64 nji_divide(nji_i64 index, nji_i64 extent) {\n",
+    "return index / extent;\n",
+    "}\n",
+    "NJI_INLINE nji_i64 nji_col_offset(const nji_problem &p, const nji_operand &operand, nji_i64 col) {\n",
+    "nji_i64 offset = 0;\n",
+    "if (p.col_dims == 0) return 0;\n",
+    "#pragma unroll 1\n",
+    "for (int d = p.row_dims + p.col_dims - 1; d > p.row_dims; d--) {\n",
+    "const nji_i64 outer = nji_divide(col, p.extent[d]);\n",
+    "offset += (col - outer * p.extent[d]) * operand.stride[d];\n",
+    "col = outer;\n",
+    "}\n",
+    "return offset + col * operand.stride[p.row_dims];\n",
+    "}\n",
+    "struct nji_offsets {\n",
+    "nji_i64 x, dy, out, mean, rstd;\n",
+    "};\n",
+    "NJI_INLINE nji_offsets nji_row_offsets(const nji_problem &p, const nji_operand &out, nji_i64 row) {\n",
+    "nji_offsets at = {0, 0, 0, 0, 0};\n",
+    "#pragma unroll 1\n",
+    "for (int d = p.row_dims - 1; d > 0; d--) {\n",
+    "const nji_i64 outer = nji_divide(row, p.extent[d]), index = row - outer * p.extent[d];\n",
+    "at.x += index * p.x.stride[d];\n",
+    "at.dy += index * p.dy.stride[d];\n",
+    "at.out += index * out.stride[d];\n",
+    "at.mean += index * p.mean.stride[d];\n",
+    "at.rstd += index * p.rstd.stride[d];\n",
+    "row = outer;\n",
+    "}\n",
+    "at.x += row * p.x.stride[0];\n",
+    "at.dy += row * p.dy.stride[0];\n",
+    "at.out += row * out.stride[0];\n",
+    "at.mean += row * p.mean.stride[0];\n",
+    "at.rstd += row * p.rstd.stride[0];\n",
+    "return at;\n",
+    "}\n",
+    "NJI_INLINE void nji_write_stats(const nji_problem &p, const nji_offsets &at, nji_real mean,\n",
+    "nji_real rstd) {\n",
+    "if (p.mean.data) nji_store_any(mean, p.mean.data, at.mean, NJI_STAT_CODE);\n",
+    "if (p.rstd.data) nji_store_any(rstd, p.rstd.data, at.rstd, NJI_STAT_CODE);\n",
+    "}\n",
+    "#define NJI_THREADS (NJI_ROW_LANES * NJI_COL_LANES)\n",
+    "#define NJI_WARPS (NJI_THREADS / 32)\n",
+    "#define NJI_TILE (NJI_ROW_LANES * NJI_VEC)\n",
+    "#define NJI_HALVINGS (NJI_ROW_LANES == 32 \? 0 : NJI_ROW_LANES == 16 \? 1 : NJI_ROW_LANES == 8 \? 2 : \\\n",
+    "NJI_ROW_LANES == 4 \? 3 : NJI_ROW_LANES == 2 \? 4 : 5)\n",
+    "#define NJI_HELD ((2 * NJI_VEC >> NJI_HALVINGS) > 0 \? 2 * NJI_VEC >> NJI_HALVINGS : 1)\n",
+    "#define NJI_KERNEL extern \"C\" __global__ void __launch_bounds__(NJI_THREADS, NJI_BLOCKS)\n",
+    "typedef nji_pack<NJI_X, NJI_VEC> nji_pack_x;\n",
+    "struct nji_place {\n",
+    "int row_lane, col_lane;\n",
+    "int rows;\n",
+    "nji_i64 row;\n",
+    "};\n",
+    "NJI_INLINE nji_i64 nji_inner(const nji_problem &p) {\n",
+    "return p.extent[p.row_dims - 1];\n",
+    "}\n",
+    "NJI_INLINE nji_i64 nji_tiles_in_run(const nji_problem &p) {\n",
+    "return (nji_inner(p) + NJI_TILE - 1) / NJI_TILE;\n",
+    "}\n",
+    "NJI_INLINE nji_i64 nji_tile_count(const nji_problem &p) {\n",
+    "return p.rows / nji_inner(p) * nji_tiles_in_run(p);\n",
+    "}\n",
+    "NJI_INLINE nji_place nji_my_place(const nji_problem &p, nji_i64 tile) {\n",
+    "nji_place place;\n",
+    "const nji_i64 run = tile / nji_tiles_in_run(p);\n",
+    "nji_i64 in_run;\n",
+    "place.row_lane = threadIdx.x % NJI_ROW_LANES;\n",
+    "place.col_lane = threadIdx.x / NJI_ROW_LANES;\n",
+    "in_run = (tile - run * nji_tiles_in_run(p)) * NJI_TILE + place.row_lane * NJI_VEC;\n",
+    "place.rows = nji_inner(p) - in_run >= NJI_VEC \? NJI_VEC : 0;\n",
+    "place.row = run * nji_inner(p) + (place.rows \? in_run : 0);\n",
+    "return place;\n",
+    "}\n",
+    "NJI_INLINE int nji_column(const nji_place &place, int chunk) {\n",
+    "return chunk * NJI_COL_LANES + place.col_lane;\n",
+    "}\n",
+    "NJI_INLINE bool nji_is_column(int column) {\n",
+    "return NJI_CHUNKS * NJI_COL_LANES == NJI_COLS || column < NJI_COLS;\n",
+    "}\n",
+    "NJI_INLINE nji_i64 nji_col_stride(const nji_problem &p, const nji_operand &operand) {\n",
+    "return operand.stride[p.row_dims];\n",
+    "}\n",
+    "NJI_INLINE void nji_load_tile(const nji_problem &p, const nji_operand &operand, nji_i64 at,\n",
+    "const nji_place &place, nji_pack_x out[NJI_CHUNKS]) {\n",
+    "const NJI_X *from = (const NJI_X *)operand.data + at;\n",
+    "const nji_i64 stride = nji_col_stride(p, operand);\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "const int column = nji_column(place, k);\n",
+    "if (place.rows && nji_is_column(column)) out[k].load(from + column * stride);\n",
+    "else out[k].zero();\n",
+    "}\n",
+    "}\n",
+    "NJI_INLINE nji_real nji_load_param(const nji_problem &p, const nji_operand &operand, int column) {\n",
+    "return nji_widen(((const NJI_P *)operand.data)[column * nji_col_stride(p, operand)]);\n",
+    "}\n",
+    "NJI_INLINE void nji_tile_sums(const nji_place &place, nji_real a[NJI_VEC], nji_real b[NJI_VEC]) {\n",
+    "__shared__ nji_real stage[NJI_WARPS][2 * NJI_TILE];\n",
+    "__shared__ nji_real total[2 * NJI_TILE];\n",
+    "nji_real held[2 * NJI_VEC];\n",
+    "int first = 0;\n",
+    "bool is_copy = false;\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "held[i] = a[i];\n",
+    "held[NJI_VEC + i] = b[i];\n",
+    "}\n",
+    "#pragma unroll\n",
+    "for (int step = 1; step <= NJI_HALVINGS; step++) {\n",
+    "const int distance = 32 >> step, count = 2 * NJI_VEC >> step;\n",
+    "const bool upper = (threadIdx.x & distance) != 0;\n",
+    "if (count == 0) {\n",
+    "held[0] += nji_swap(held[0], distance);\n",
+    "is_copy |= upper;\n",
+    "}\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "if (i >= count) continue;\n",
+    "const nji_real sent = upper \? held[i] : held[i + count];\n",
+    "held[i] = (upper \? held[i + count] : held[i]) + nji_swap(sent, distance);\n",
+    "}\n",
+    "first += upper \? count : 0;\n",
+    "}\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_HELD; i++) {\n",
+    "const int value = first + i, which = value / NJI_VEC;\n",
+    "const int row = place.row_lane * NJI_VEC + value % NJI_VEC;\n",
+    "if (!is_copy) stage[threadIdx.x / 32][which * NJI_TILE + row] = held[i];\n",
+    "}\n",
+    "__syncthreads();\n",
+    "for (int i = threadIdx.x; i < 2 * NJI_TILE; i += NJI_THREADS) {\n",
+    "nji_real sum = 0;\n",
+    "#pragma unroll\n",
+    "for (int warp = 0; warp < NJI_WARPS; warp++) sum += stage[warp][i];\n",
+    "total[i] = sum;\n",
+    "}\n",
+    "__syncthreads();\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "a[i] = total[place.row_lane * NJI_VEC + i];\n",
+    "b[i] = total[NJI_TILE + place.row_lane * NJI_VEC + i];\n",
+    "}\n",
+    "}\n",
+    "#if NJI_FORWARD\n",
+    "NJI_KERNEL nj_tiles_forward(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
+    "for (nji_i64 tile = blockIdx.x; tile < nji_tile_count(p); tile += gridDim.x) {\n",
+    "const nji_place place = nji_my_place(p, tile);\n",
+    "const nji_offsets at = nji_row_offsets(p, p.y, place.row);\n",
+    "const nji_real count = NJI_COLS;\n",
+    "nji_real sum[NJI_VEC], unused[NJI_VEC], first[NJI_VEC], second[NJI_VEC], center[NJI_VEC];\n",
+    "nji_real rstd[NJI_VEC];\n",
+    "nji_pack_x x[NJI_CHUNKS];\n",
+    "nji_load_tile(p, p.x, at.x, place, x);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) sum[i] = unused[i] = first[i] = second[i] = 0;\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "nji_real value[NJI_VEC];\n",
+    "x[k].widen(value);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) sum[i] += value[i];\n",
+    "}\n",
+    "nji_tile_sums(place, sum, unused);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) center[i] = sum[i] / count;\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "nji_real value[NJI_VEC];\n",
+    "x[k].widen(value);\n",
+    "if (!nji_is_column(nji_column(place, k))) continue;\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "const nji_real d = value[i] - center[i];\n",
+    "first[i] += d;\n",
+    "second[i] += d * d;\n",
+    "}\n",
+    "}\n",
+    "nji_tile_sums(place, first, second);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "const nji_real shift = nji_shift_of(first[i] / count);\n",
+    "nji_real variance = (second[i] - first[i] * shift) / count;\n",
+    "if (variance < 0) variance = 0;\n",
+    "rstd[i] = nji_rsqrt(variance + (nji_real)p.eps);\n",
+    "first[i] = shift;\n",
+    "}\n",
+    "if (!place.rows) continue;\n",
+    "NJI_X *to = (NJI_X *)p.y.data + at.out;\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "const int column = nji_column(place, k);\n",
+    "nji_real value[NJI_VEC], gamma = 1, beta = 0;\n",
+    "nji_pack_x out;\n",
+    "if (!nji_is_column(column)) continue;\n",
+    "x[k].widen(value);\n",
+    "if (NJI_HAS_GAMMA) gamma = nji_load_param(p, p.gamma, column);\n",
+    "if (NJI_HAS_BETA) beta = nji_load_param(p, p.beta, column);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "value[i] = ((value[i] - center[i]) - first[i]) * rstd[i];\n",
+    "if (NJI_HAS_GAMMA) value[i] *= gamma;\n",
+    "if (NJI_HAS_BETA) value[i] += beta;\n",
+    "}\n",
+    "out.narrow(value);\n",
+    "out.store(to + column * nji_col_stride(p, p.y));\n",
+    "}\n",
+    "if (place.col_lane == 0) {\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "nji_offsets stat = at;\n",
+    "stat.mean += i * p.mean.stride[p.row_dims - 1];\n",
+    "stat.rstd += i * p.rstd.stride[p.row_dims - 1];\n",
+    "nji_write_stats(p, stat, center[i] + first[i], rstd[i]);\n",
+    "}\n",
+    "}\n",
+    "}\n",
+    "}\n",
+    "#else\n",
+    "#define NJI_WANT_DX ((NJI_GRADS & 1) != 0)\n",
+    "#define NJI_WANT_DGAMMA ((NJI_GRADS & 2) != 0)\n",
+    "#define NJI_WANT_DBETA ((NJI_GRADS & 4) != 0)\n",
+    "#define NJI_WANT_X (NJI_WANT_DX || NJI_WANT_DGAMMA)\n",
+    "NJI_INLINE void nji_write_part(const nji_problem &p, const nji_place &place,\n",
+    "nji_real gradient[NJI_CHUNKS], int which) {\n",
+    "nji_real *to = (nji_real *)p.partial + ((nji_i64)blockIdx.x * 2 + which) * NJI_COLS;\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "const int column = nji_column(place, k);\n",
+    "const nji_real sum = nji_lanes_sum<NJI_ROW_LANES>(gradient[k]);\n",
+    "if (place.row_lane == 0 && nji_is_column(column)) to[column] = sum;\n",
+    "}\n",
+    "}\n",
+    "NJI_KERNEL nj_tiles_backward(NJI_PARAMETER p) {\n",
+    "nji_real gamma[NJI_CHUNKS], dgamma[NJI_CHUNKS], dbeta[NJI_CHUNKS];\n",
+    "nji_begin();\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "const int column = k * NJI_COL_LANES + (int)threadIdx.x / NJI_ROW_LANES;\n",
+    "dgamma[k] = dbeta[k] = 0;\n",
+    "gamma[k] = 1;\n",
+    "if (NJI_HAS_GAMMA && NJI_WANT_DX && nji_is_column(column)) {\n",
+    "gamma[k] = nji_load_param(p, p.gamma, column);\n",
+    "}\n",
+    "}\n",
+    "for (nji_i64 tile = blockIdx.x; tile < nji_tile_count(p); tile += gridDim.x) {\n",
+    "const nji_place place = nji_my_place(p, tile);\n",
+    "const nji_offsets at = nji_row_offsets(p, p.dx, place.row);\n",
+    "nji_real mean[NJI_VEC], rstd[NJI_VEC], sum_g[NJI_VEC], sum_gx[NJI_VEC];\n",
+    "nji_pack_x x[NJI_CHUNKS], dy[NJI_CHUNKS];\n",
+    "nji_load_tile(p, p.dy, at.dy, place, dy);\n",
+    "if (NJI_WANT_X) nji_load_tile(p, p.x, at.x, place, x);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "sum_g[i] = sum_gx[i] = mean[i] = rstd[i] = 0;\n",
+    "if (NJI_WANT_X && place.rows) {\n",
+    "const nji_i64 mean_at = at.mean + i * p.mean.stride[p.row_dims - 1];\n",
+    "const nji_i64 rstd_at = at.rstd + i * p.rstd.stride[p.row_dims - 1];\n",
+    "mean[i] = nji_load_any(p.mean.data, mean_at, NJI_STAT_CODE);\n",
+    "rstd[i] = nji_load_any(p.rstd.data, rstd_at, NJI_STAT_CODE);\n",
+    "}\n",
+    "}\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "nji_real xhat[NJI_VEC], g[NJI_VEC];\n",
+    "if (!nji_is_column(nji_column(place, k))) continue;\n",
+    "dy[k].widen(g);\n",
+    "if (NJI_WANT_X) x[k].widen(xhat);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "if (NJI_WANT_X) xhat[i] = (xhat[i] - mean[i]) * rstd[i];\n",
+    "if (NJI_WANT_DGAMMA) dgamma[k] += g[i] * xhat[i];\n",
+    "if (NJI_WANT_DBETA) dbeta[k] += g[i];\n",
+    "if (NJI_WANT_DX) {\n",
+    "if (NJI_HAS_GAMMA) g[i] *= gamma[k];\n",
+    "sum_g[i] += g[i];\n",
+    "sum_gx[i] += g[i] * xhat[i];\n",
+    "}\n",
+    "}\n",
+    "}\n",
+    "if (!NJI_WANT_DX) continue;\n",
+    "nji_tile_sums(place, sum_g, sum_gx);\n",
+    "if (!place.rows) continue;\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "sum_g[i] /= (nji_real)NJI_COLS;\n",
+    "sum_gx[i] /= (nji_real)NJI_COLS;\n",
+    "}\n",
+    "NJI_X *to = (NJI_X *)p.dx.data + at.out;\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "const int column = nji_column(place, k);\n",
+    "nji_real xhat[NJI_VEC], g[NJI_VEC];\n",
+    "nji_pack_x out;\n",
+    "if (!nji_is_column(column)) continue;\n",
+    "dy[k].widen(g);\n",
+    "x[k].widen(xhat);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "xhat[i] = (xhat[i] - mean[i]) * rstd[i];\n",
+    "if (NJI_HAS_GAMMA) g[i] *= gamma[k];\n",
+    "g[i] = rstd[i] * (g[i] - sum_g[i] - xhat[i] * sum_gx[i]);\n",
+    "}\n",
+    "if (NJI_ACCUMULATE & 1) {\n",
+    "nji_real old[NJI_VEC];\n",
+    "out.load(to + column * nji_col_stride(p, p.dx));\n",
+    "out.widen(old);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) g[i] += old[i];\n",
+    "}\n",
+    "out.narrow(g);\n",
+    "out.store(to + column * nji_col_stride(p, p.dx));\n",
+    "}\n",
+    "}\n",
+    "const nji_place place = nji_my_place(p, blockIdx.x);\n",
+    "if (NJI_WANT_DGAMMA) nji_write_part(p, place, dgamma, 0);\n",
+    "if (NJI_WANT_DBETA) nji_write_part(p, place, dbeta, 1);\n",
+    "}\n",
+    "#endif\n",
+    NULL};
+#define NJI_PROGRAM_STRIDED_HASH 0x2aad53a7e87b0225ull
+static const char *const nji_program_strided[] = {
+    "#ifndef NJI_ABI_H\n",
+    "#define NJI_ABI_H\n",
+    "#define NJI_DIMS 8\n",
+    "typedef struct nji_operand {\n",
+    "void *data;\n",
+    "long long stride[NJI_DIMS];\n",
+    "} nji_operand;\n",
+    "typedef struct nji_problem {\n",
+    "nji_operand x, dy, gamma, beta, mean, rstd, y, dx, dgamma, dbeta;\n",
+    "long long extent[NJI_DIMS];\n",
+    "long long rows, cols;\n",
+    "double eps;\n",
+    "void *partial;\n",
+    "void *sums;\n",
+    "int row_dims, col_dims;\n",
+    "int parts;\n",
+    "int param_dtype, stat_dtype;\n",
+    "int row_lanes;\n",
+    "int rows_fast;\n",
+    "unsigned grads, accumulate;\n",
+    "int reserved;\n",
+    "} nji_problem;\n",
+    "#define NJI_STRIDED_THREADS 256\n",
+    "#define NJI_SUM_LANES 32\n",
+    "#define NJI_PROBLEM_BYTES 864\n",
+    "#endif\n",
+    "static_assert(sizeof(nji_problem) == NJI_PROBLEM_BYTES, \"host and device disagree on nji_problem\");\n",
+    "typedef long long nji_i64;\n",
+    "struct nji_f16 {\n",
+    "unsigned short bits;\n",
+    "};\n",
+    "struct nji_bf16 {\n",
+    "unsigned short bits;\n",
+    "};\n",
+    "#define NJI_CODE_F16 1\n",
+    "#define NJI_CODE_BF16 2\n",
+    "#define NJI_CODE_F32 3\n",
+    "#define NJI_CODE_F64 4\n",
+    "#define NJI_DX 1u\n",
+    "#define NJI_DGAMMA 2u\n",
+    "#define NJI_DBETA 4u\n",
+    "template <typename T> struct nji_math {\n",
+    "typedef float type;\n",
+    "};\n",
+    "template <> struct nji_math<double> {\n",
+    "typedef double type;\n",
+    "};\n",
+    "typedef nji_math<NJI_X>::type nji_real;\n",
+    "#define NJI_INLINE static __device__ __forceinline__ __attribute__((unused))\n",
+    "#if __CUDACC_VER_MAJOR__ >= 12\n",
+    "#define NJI_PARAMETER const __grid_constant__ nji_problem\n",
+    "#else\n",
+    "#define NJI_PARAMETER const nji_problem\n",
+    "#endif\n",
+    "NJI_INLINE float nji_f16_to_float(unsigned short bits) {\n",
+    "float value;\n",
+    "asm(\"cvt.f32.f16 %0, %1;\" : \"=f\"(value) : \"h\"(bits));\n",
+    "return value;\n",
+    "}\n",
+    "NJI_INLINE unsigned short nji_float_to_f16(float value) {\n",
+    "unsigned short bits;\n",
+    "asm(\"cvt.rn.f16.f32 %0, %1;\" : \"=h\"(bits) : \"f\"(value));\n",
+    "return bits;\n",
+    "}\n",
+    "NJI_INLINE unsigned short nji_float_to_bf16(float value) {\n",
+    "#if __CUDA_ARCH__ >= 800\n",
+    "unsigned short bits;\n",
+    "asm(\"cvt.rn.bf16.f32 %0, %1;\" : \"=h\"(bits) : \"f\"(value));\n",
+    "return bits;\n",
+    "#else\n",
+    "unsigned int word = __float_as_uint(value);\n",
+    "if (value != value) return 0x7fff;\n",
+    "return (unsigned short)((word + 0x7fffu + (word >> 16 & 1u)) >> 16);\n",
+    "#endif\n",
+    "}\n",
+    "NJI_INLINE nji_real nji_widen(nji_f16 value) {\n",
+    "return nji_f16_to_float(value.bits);\n",
+    "}\n",
+    "NJI_INLINE nji_real nji_widen(nji_bf16 value) {\n",
+    "return __uint_as_float((unsigned int)value.bits << 16);\n",
+    "}\n",
+    "NJI_INLINE nji_real nji_widen(float value) {\n",
+    "return value;\n",
+    "}\n",
+    "NJI_INLINE nji_real nji_widen(double value) {\n",
+    "return (nji_real)value;\n",
+    "}\n",
+    "NJI_INLINE void nji_narrow(nji_real value, nji_f16 *out) {\n",
+    "out->bits = nji_float_to_f16((float)value);\n",
+    "}\n",
+    "NJI_INLINE void nji_narrow(nji_real value, nji_bf16 *out) {\n",
+    "out->bits = nji_float_to_bf16((float)value);\n",
+    "}\n",
+    "NJI_INLINE void nji_narrow(nji_real value, float *out) {\n",
+    "*out = (float)value;\n",
+    "}\n",
+    "NJI_INLINE void nji_narrow(nji_real value, double *out) {\n",
+    "*out = value;\n",
+    "}\n",
+    "template <typename T> NJI_INLINE void nji_narrow_pair(nji_real low, nji_real high, T *out) {\n",
+    "nji_narrow(low, out);\n",
+    "nji_narrow(high, out + 1);\n",
+    "}\n",
+    "#if __CUDA_ARCH__ >= 800\n",
+    "NJI_INLINE void nji_narrow_pair(nji_real low, nji_real high, nji_f16 *out) {\n",
+    "asm(\"cvt.rn.f16x2.f32 %0, %1, %2;\"\n",
+    ": \"=r\"(*(unsigned int *)out)\n",
+    ": \"f\"((float)high), \"f\"((float)low));\n",
+    "}\n",
+    "NJI_INLINE void nji_narrow_pair(nji_real low, nji_real high, nji_bf16 *out) {\n",
+    "asm(\"cvt.rn.bf16x2.f32 %0, %1, %2;\"\n",
+    ": \"=r\"(*(unsigned int *)out)\n",
+    ": \"f\"((float)high), \"f\"((float)low));\n",
+    "}\n",
+    "#endif\n",
+    "template <int BYTES> struct nji_word;\n",
+    "template <> struct nji_word<2> {\n",
+    "typedef unsigned short type;\n",
+    "};\n",
+    "template <> struct nji_word<4> {\n",
+    "typedef unsigned int type;\n",
+    "};\n",
+    "template <> struct nji_word<8> {\n",
+    "typedef uint2 type;\n",
+    "};\n",
+    "template <> struct nji_word<16> {\n",
+    "typedef uint4 type;\n",
+    "};\n",
+    "template <typename T, int N> struct nji_pack {\n",
+    "static const int BYTES = N * (int)sizeof(T);\n",
+    "static const int STEP = BYTES < 16 \? BYTES : 16;\n",
+    "typedef typename nji_word<STEP>::type word_type;\n",
+    "word_type word[BYTES / STEP];\n",
+    "__device__ __forceinline__ void load(const T *from) {\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < BYTES / STEP; i++) word[i] = ((const word_type *)from)[i];\n",
+    "}\n",
+    "__device__ __forceinline__ void store(T *to) const {\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < BYTES / STEP; i++) ((word_type *)to)[i] = word[i];\n",
+    "}\n",
+    "__device__ __forceinline__ void widen(nji_real *out) const {\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < N; i++) out[i] = nji_widen(((const T *)word)[i]);\n",
+    "}\n",
+    "__device__ __forceinline__ void narrow(const nji_real *in) {\n",
+    "if (N == 1) {\n",
+    "nji_narrow(in[0], (T *)word);\n",
+    "} else {\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i + 1 < N; i += 2) nji_narrow_pair(in[i], in[i + 1], (T *)word + i);\n",
+    "}\n",
+    "}\n",
+    "__device__ __forceinline__ void zero() {\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < N; i++) nji_narrow(0, (T *)word + i);\n",
+    "}\n",
+    "};\n",
+    "NJI_INLINE nji_real nji_load_any(const void *data, nji_i64 index, int code) {\n",
+    "switch (code) {\n",
+    "case NJI_CODE_F16: return nji_widen(((const nji_f16 *)data)[index]);\n",
+    "case NJI_CODE_BF16: return nji_widen(((const nji_bf16 *)data)[index]);\n",
+    "case NJI_CODE_F32: return nji_widen(((const float *)data)[index]);\n",
+    "default: return nji_widen(((const double *)data)[index]);\n",
+    "}\n",
+    "}\n",
+    "NJI_INLINE void nji_store_any(nji_real value, void *data, nji_i64 index, int code) {\n",
+    "switch (code) {\n",
+    "case NJI_CODE_F16: nji_narrow(value, (nji_f16 *)data + index); break;\n",
+    "case NJI_CODE_BF16: nji_narrow(value, (nji_bf16 *)data + index); break;\n",
+    "case NJI_CODE_F32: nji_narrow(value, (float *)data + index); break;\n",
+    "default: nji_narrow(value, (double *)data + index); break;\n",
+    "}\n",
+    "}\n",
+    "NJI_INLINE void nji_fetch(const void *from, int bytes) {\n",
     "#if __CUDA_ARCH__ >= 900\n",
+    "const unsigned long long address = (unsigned long long)__cvta_generic_to_global(from);\n",
+    "const unsigned long long first = (address + 15) / 16 * 16;\n",
+    "const int whole = (int)(address + bytes - first) / 16 * 16;\n",
+    "if (whole <= 0) return;\n",
+    "asm volatile(\"cp.async.bulk.prefetch.L2.global [%0], %1;\" ::\"l\"(first), \"r\"(whole) : \"memory\");\n",
+    "#endif\n",
+    "}\n",
+    "NJI_INLINE nji_real nji_swap(nji_real value, int distance) {\n",
+    "return __shfl_xor_sync(0xffffffffu, value, distance);\n",
+    "}\n",
+    "template <int LANES> NJI_INLINE nji_real nji_lanes_sum(nji_real value) {\n",
+    "#pragma unroll\n",
+    "for (int distance = LANES / 2; distance > 0; distance /= 2) value += nji_swap(value, distance);\n",
+    "return value;\n",
+    "}\n",
+    "template <int LANES> NJI_INLINE nji_real nji_lanes_sum_split(nji_real a, nji_real b) {\n",
+    "const bool upper = (threadIdx.x & (LANES / 2)) != 0;\n",
+    "nji_real kept = upper \? b : a;\n",
+    "kept += nji_swap(upper \? a : b, LANES / 2);\n",
+    "return nji_lanes_sum<LANES / 2>(kept);\n",
+    "}\n",
+    "NJI_INLINE float nji_rsqrt(float value) {\n",
+    "return 1.0f / sqrtf(value);\n",
+    "}\n",
+    "NJI_INLINE double nji_rsqrt(double value) {\n",
+    "return 1.0 / sqrt(value);\n",
+    "}\n",
+    "NJI_INLINE nji_real nji_shift_of(nji_real value) {\n",
+    "return value == value \? value : 0;\n",
+    "}\n",
+    "#if __CUDA_ARCH__ >= 900\n",
+    "NJI_INLINE void nji_cluster_sync() {\n",
+    "asm volatile(\"barrier.cluster.arrive.release.aligned;\\n\"\n",
+    "\"barrier.cluster.wait.acquire.aligned;\" ::: \"memory\");\n",
+    "}\n",
+    "NJI_INLINE void nji_cluster_store(nji_real *shared, int rank, nji_real value) {\n",
+    "unsigned int here = (unsigned int)__cvta_generic_to_shared(shared), there;\n",
+    "asm volatile(\"mapa.shared::cluster.u32 %0, %1, %2;\" : \"=r\"(there) : \"r\"(here), \"r\"(rank));\n",
+    "if (sizeof(nji_real) == 4) {\n",
+    "asm volatile(\"st.shared::cluster.f32 [%0], %1;\" ::\"r\"(there), \"f\"((float)value) : \"memory\");\n",
+    "} else {\n",
+    "asm volatile(\"st.shared::cluster.f64 [%0], %1;\" ::\"r\"(there), \"d\"((double)value)\n",
+    ": \"memory\");\n",
+    "}\n",
+    "}\n",
+    "#endif\n",
+    "NJI_INLINE void nji_begin() {\n",
+    "#if __CUDA_ARCH__ >= 900\n",
+    "asm volatile(\"griddepcontrol.launch_dependents;\" ::: \"memory\");\n",
     "asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n",
     "#endif\n",
     "}\n",
@@ -4950,8 +5596,8 @@ static const char *const nji_program_strided[] = {
     "a = tree[0][first];\n",
     "b = tree[1][first];\n",
     "}\n",
-    "NJI_INLINE nji_real nji_load_at(const nji_problem &p, const nji_operand &operand, nji_i64 row_offset,\n",
-    "nji_i64 col) {\n",
+    "NJI_INLINE nji_real nji_load_at(const nji_problem &p, const nji_operand &operand,\n",
+    "nji_i64 row_offset, nji_i64 col) {\n",
     "return nji_widen(((const NJI_X *)operand.data)[row_offset + nji_col_offset(p, operand, col)]);\n",
     "}\n",
     "NJI_INLINE nji_real nji_load_param(const nji_problem &p, const nji_operand &operand, nji_i64 col,\n",
@@ -4960,7 +5606,9 @@ static const char *const nji_program_strided[] = {
     "return nji_load_any(operand.data, nji_col_offset(p, operand, col), NJI_PARAM_CODE);\n",
     "}\n",
     "#if NJI_FORWARD\n",
-    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_forward(NJI_PARAMETER p) {\n",
+    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)\n",
+    "nj_strided_forward(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);\n",
     "const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;\n",
     "for (nji_i64 base = (nji_i64)blockIdx.x * p.row_lanes; base < p.rows; base += step) {\n",
@@ -4996,7 +5644,9 @@ static const char *const nji_program_strided[] = {
     "}\n",
     "#endif\n",
     "#if NJI_BACKWARD\n",
-    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_backward(NJI_PARAMETER p) {\n",
+    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)\n",
+    "nj_strided_backward(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);\n",
     "const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;\n",
     "for (nji_i64 base = (nji_i64)blockIdx.x * p.row_lanes; base < p.rows; base += step) {\n",
@@ -5007,7 +5657,8 @@ static const char *const nji_program_strided[] = {
     "nji_real sum_g = 0, sum_gx = 0;\n",
     "#pragma unroll 4\n",
     "for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {\n",
-    "const nji_real g = nji_load_at(p, p.dy, at.dy, col) * nji_load_param(p, p.gamma, col, 1);\n",
+    "const nji_real dy = nji_load_at(p, p.dy, at.dy, col);\n",
+    "const nji_real g = dy * nji_load_param(p, p.gamma, col, 1);\n",
     "sum_g += g;\n",
     "sum_gx += g * ((nji_load_at(p, p.x, at.x, col) - mean) * rstd);\n",
     "}\n",
@@ -5015,7 +5666,8 @@ static const char *const nji_program_strided[] = {
     "const nji_real mean_g = sum_g / (nji_real)p.cols, mean_gx = sum_gx / (nji_real)p.cols;\n",
     "if (!is_row) continue;\n",
     "for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {\n",
-    "const nji_real g = nji_load_at(p, p.dy, at.dy, col) * nji_load_param(p, p.gamma, col, 1);\n",
+    "const nji_real dy = nji_load_at(p, p.dy, at.dy, col);\n",
+    "const nji_real g = dy * nji_load_param(p, p.gamma, col, 1);\n",
     "const nji_real xhat = (nji_load_at(p, p.x, at.x, col) - mean) * rstd;\n",
     "NJI_X *out = (NJI_X *)p.dx.data + at.out + nji_col_offset(p, p.dx, col);\n",
     "nji_real dx = rstd * (g - mean_g - xhat * mean_gx);\n",
@@ -5024,7 +5676,9 @@ static const char *const nji_program_strided[] = {
     "}\n",
     "}\n",
     "}\n",
-    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_parts(NJI_PARAMETER p) {\n",
+    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)\n",
+    "nj_strided_parts(NJI_PARAMETER p) {\n",
+    "nji_begin();\n",
     "__shared__ nji_real total[2][NJI_STRIDED_THREADS];\n",
     "const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);\n",
     "const nji_i64 col = (nji_i64)blockIdx.x * place.col_lanes + place.col_lane;\n",
@@ -5068,19 +5722,21 @@ static const char *const nji_program_strided[] = {
     "const bool is_gamma = (p.grads & NJI_DGAMMA) && blockIdx.y == 0;\n",
     "const nji_operand &out = is_gamma \? p.dgamma : p.dbeta;\n",
     "const nji_i64 col = (nji_i64)blockIdx.x * 32 + threadIdx.x;\n",
-    "nji_wait_previous();\n",
+    "nji_begin();\n",
     "nji_real sum = 0;\n",
     "if (col < p.cols) {\n",
     "const nji_real *from = (const nji_real *)p.partial + (is_gamma \? 0 : p.cols) + col;\n",
     "#pragma unroll 8\n",
-    "for (int part = threadIdx.y; part < p.parts; part += NJI_SUM_LANES) {\n",
+    "for (int part = threadIdx.y; part < p.parts; part += blockDim.y) {\n",
     "sum += from[(nji_i64)part * 2 * p.cols];\n",
     "}\n",
     "}\n",
     "tree[threadIdx.y][threadIdx.x] = sum;\n",
-    "for (int half = NJI_SUM_LANES / 2; half > 0; half /= 2) {\n",
+    "for (int half = blockDim.y / 2; half > 0; half /= 2) {\n",
     "__syncthreads();\n",
-    "if (threadIdx.y < half) tree[threadIdx.y][threadIdx.x] += tree[threadIdx.y + half][threadIdx.x];\n",
+    "if (threadIdx.y < half) {\n",
+    "tree[threadIdx.y][threadIdx.x] += tree[threadIdx.y + half][threadIdx.x];\n",
+    "}\n",
     "}\n",
     "if (threadIdx.y != 0 || col >= p.cols) return;\n",
     "sum = tree[0][threadIdx.x];\n",
@@ -5093,7 +5749,7 @@ static const char *const nji_program_strided[] = {
     "#endif\n",
     NULL};
 static const char *const nji_fallback_bf16[] = {
-    "// NVRTC 13.0, source 731e9f43355718dd\n",
+    "// NVRTC 13.0, source 2aad53a7e87b0225\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -8562,192 +9218,176 @@ static const char *const nji_fallback_bf16[] = {
     ".visible .entry nj_params_sum(\n",
     ".param .align 8 .b8 nj_params_sum_param_0[864]\n",
     ")\n",
-    ".maxntid 512, 1, 1\n",
+    ".maxntid 1024, 1, 1\n",
     "{\n",
-    ".reg .pred 	%p<28>;\n",
-    ".reg .b16 	%rs<10>;\n",
-    ".reg .f32 	%f<66>;\n",
-    ".reg .b32 	%r<51>;\n",
+    ".reg .pred 	%p<34>;\n",
+    ".reg .b16 	%rs<7>;\n",
+    ".reg .f32 	%f<47>;\n",
+    ".reg .b32 	%r<63>;\n",
     ".reg .f64 	%fd<3>;\n",
-    ".reg .b64 	%rd<97>;\n",
-    ".shared .align 4 .b8 _ZZ13nj_params_sumE4tree[2048];\n",
-    "mov.b64 	%rd39, nj_params_sum_param_0;\n",
-    "add.s64 	%rd2, %rd39, 852;\n",
-    "ld.param.u8 	%rs3, [nj_params_sum_param_0+852];\n",
-    "shr.u16 	%rs4, %rs3, 1;\n",
-    "and.b16  	%rs5, %rs4, 1;\n",
-    "setp.eq.b16 	%p2, %rs5, 1;\n",
-    "mov.u32 	%r18, %ctaid.y;\n",
-    "setp.eq.s32 	%p3, %r18, 0;\n",
+    ".reg .b64 	%rd<101>;\n",
+    ".shared .align 4 .b8 _ZZ13nj_params_sumE4tree[4096];\n",
+    "mov.b64 	%rd41, nj_params_sum_param_0;\n",
+    "add.s64 	%rd2, %rd41, 852;\n",
+    "ld.param.u32 	%r1, [nj_params_sum_param_0+852];\n",
+    "shr.u32 	%r21, %r1, 1;\n",
+    "and.b32  	%r22, %r21, 1;\n",
+    "setp.eq.b32 	%p2, %r22, 1;\n",
+    "mov.u32 	%r23, %ctaid.y;\n",
+    "setp.eq.s32 	%p3, %r23, 0;\n",
     "and.pred  	%p1, %p3, %p2;\n",
     "@%p1 bra 	$L__BB4_2;\n",
     "bra.uni 	$L__BB4_1;\n",
     "$L__BB4_2:\n",
-    "add.s64 	%rd87, %rd39, 576;\n",
+    "add.s64 	%rd93, %rd41, 576;\n",
     "bra.uni 	$L__BB4_3;\n",
     "$L__BB4_1:\n",
-    "add.s64 	%rd87, %rd39, 648;\n",
+    "add.s64 	%rd93, %rd41, 648;\n",
     "$L__BB4_3:\n",
-    "mov.u32 	%r19, %ctaid.x;\n",
-    "mul.wide.u32 	%rd6, %r19, 32;\n",
-    "mov.u32 	%r20, %tid.x;\n",
-    "cvt.u64.u32 	%rd7, %r20;\n",
-    "add.s64 	%rd94, %rd6, %rd7;\n",
-    "ld.param.u64 	%rd9, [%rd2+-60];\n",
-    "setp.lt.s64 	%p4, %rd94, %rd9;\n",
-    "mov.f32 	%f64, 0f00000000;\n",
+    "mov.u32 	%r24, %ctaid.x;\n",
+    "mul.wide.u32 	%rd42, %r24, 32;\n",
+    "mov.u32 	%r25, %tid.x;\n",
+    "cvt.u64.u32 	%rd6, %r25;\n",
+    "add.s64 	%rd98, %rd42, %rd6;\n",
+    "ld.param.u64 	%rd8, [%rd2+-60];\n",
+    "setp.lt.s64 	%p4, %rd98, %rd8;\n",
+    "mov.f32 	%f45, 0f00000000;\n",
     "@%p4 bra 	$L__BB4_4;\n",
-    "bra.uni 	$L__BB4_11;\n",
+    "bra.uni 	$L__BB4_14;\n",
     "$L__BB4_4:\n",
-    "ld.param.u64 	%rd40, [%rd2+-44];\n",
-    "cvta.to.global.u64 	%rd10, %rd40;\n",
-    "selp.b64 	%rd11, 0, %rd9, %p1;\n",
-    "ld.param.u32 	%r1, [%rd2+-20];\n",
-    "mov.u32 	%r48, %tid.y;\n",
-    "setp.ge.s32 	%p5, %r48, %r1;\n",
-    "@%p5 bra 	$L__BB4_11;\n",
-    "add.s32 	%r21, %r48, 16;\n",
-    "max.s32 	%r22, %r1, %r21;\n",
-    "not.b32 	%r23, %r48;\n",
-    "add.s32 	%r3, %r22, %r23;\n",
-    "shr.u32 	%r24, %r3, 4;\n",
-    "add.s32 	%r25, %r24, 1;\n",
-    "and.b32  	%r47, %r25, 7;\n",
-    "setp.eq.s32 	%p6, %r47, 0;\n",
-    "mov.f32 	%f64, 0f00000000;\n",
-    "@%p6 bra 	$L__BB4_8;\n",
-    "mov.u32 	%r48, %tid.y;\n",
-    "mul.wide.s32 	%rd88, %r48, 2;\n",
-    "add.s64 	%rd13, %rd11, %rd94;\n",
-    "mov.f32 	%f64, 0f00000000;\n",
-    "$L__BB4_7:\n",
-    "mul.lo.s64 	%rd41, %rd88, %rd9;\n",
-    "add.s64 	%rd42, %rd13, %rd41;\n",
-    "shl.b64 	%rd43, %rd42, 2;\n",
-    "add.s64 	%rd44, %rd10, %rd43;\n",
-    "ld.global.f32 	%f21, [%rd44];\n",
-    "add.f32 	%f64, %f64, %f21;\n",
-    "add.s32 	%r48, %r48, 16;\n",
-    "add.s64 	%rd88, %rd88, 32;\n",
-    "add.s32 	%r47, %r47, -1;\n",
-    "setp.ne.s32 	%p7, %r47, 0;\n",
-    "@%p7 bra 	$L__BB4_7;\n",
-    "$L__BB4_8:\n",
-    "setp.lt.u32 	%p8, %r3, 112;\n",
-    "@%p8 bra 	$L__BB4_11;\n",
-    "cvt.s64.s32 	%rd45, %r48;\n",
-    "mul.lo.s64 	%rd46, %rd9, %rd45;\n",
-    "shl.b64 	%rd47, %rd46, 1;\n",
-    "add.s64 	%rd48, %rd11, %rd47;\n",
-    "add.s64 	%rd49, %rd48, %rd6;\n",
-    "add.s64 	%rd50, %rd49, %rd7;\n",
-    "shl.b64 	%rd51, %rd50, 2;\n",
-    "add.s64 	%rd89, %rd10, %rd51;\n",
-    "shl.b64 	%rd17, %rd9, 7;\n",
-    "$L__BB4_10:\n",
-    "ld.global.f32 	%f22, [%rd89];\n",
-    "add.f32 	%f23, %f64, %f22;\n",
-    "add.s64 	%rd52, %rd89, %rd17;\n",
-    "ld.global.f32 	%f24, [%rd52];\n",
-    "add.f32 	%f25, %f23, %f24;\n",
-    "add.s64 	%rd53, %rd52, %rd17;\n",
-    "ld.global.f32 	%f26, [%rd53];\n",
-    "add.f32 	%f27, %f25, %f26;\n",
-    "add.s64 	%rd54, %rd53, %rd17;\n",
-    "ld.global.f32 	%f28, [%rd54];\n",
-    "add.f32 	%f29, %f27, %f28;\n",
-    "add.s64 	%rd55, %rd54, %rd17;\n",
-    "ld.global.f32 	%f30, [%rd55];\n",
-    "add.f32 	%f31, %f29, %f30;\n",
-    "add.s64 	%rd56, %rd55, %rd17;\n",
-    "ld.global.f32 	%f32, [%rd56];\n",
-    "add.f32 	%f33, %f31, %f32;\n",
-    "add.s64 	%rd57, %rd56, %rd17;\n",
-    "ld.global.f32 	%f34, [%rd57];\n",
-    "add.f32 	%f35, %f33, %f34;\n",
-    "add.s64 	%rd58, %rd57, %rd17;\n",
-    "add.s64 	%rd89, %rd58, %rd17;\n",
-    "ld.global.f32 	%f36, [%rd58];\n",
-    "add.f32 	%f64, %f35, %f36;\n",
-    "add.s32 	%r48, %r48, 128;\n",
-    "setp.lt.s32 	%p9, %r48, %r1;\n",
-    "@%p9 bra 	$L__BB4_10;\n",
-    "$L__BB4_11:\n",
+    "selp.b64 	%rd10, 0, %rd8, %p1;\n",
+    "ld.param.u32 	%r2, [%rd2+-20];\n",
+    "mov.u32 	%r60, %tid.y;\n",
+    "setp.ge.s32 	%p5, %r60, %r2;\n",
+    "@%p5 bra 	$L__BB4_14;\n",
+    "ld.param.u64 	%rd43, [%rd2+-44];\n",
+    "mov.u32 	%r26, %ntid.y;\n",
+    "cvt.s64.s32 	%rd44, %r26;\n",
+    "mul.lo.s64 	%rd45, %rd8, %rd44;\n",
+    "shl.b64 	%rd11, %rd45, 3;\n",
+    "add.s64 	%rd12, %rd10, %rd98;\n",
+    "cvta.to.global.u64 	%rd13, %rd43;\n",
+    "mov.f32 	%f45, 0f00000000;\n",
+    "$L__BB4_6:\n",
+    "cvt.s64.s32 	%rd46, %r60;\n",
+    "mul.lo.s64 	%rd47, %rd46, %rd8;\n",
+    "shl.b64 	%rd48, %rd47, 1;\n",
+    "add.s64 	%rd49, %rd12, %rd48;\n",
+    "shl.b64 	%rd50, %rd49, 2;\n",
+    "add.s64 	%rd14, %rd13, %rd50;\n",
+    "ld.global.f32 	%f22, [%rd14];\n",
+    "add.f32 	%f45, %f45, %f22;\n",
+    "add.s32 	%r5, %r60, %r26;\n",
+    "setp.ge.s32 	%p6, %r5, %r2;\n",
+    "@%p6 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd15, %rd14, %rd11;\n",
+    "ld.global.f32 	%f23, [%rd15];\n",
+    "add.f32 	%f45, %f45, %f23;\n",
+    "add.s32 	%r6, %r5, %r26;\n",
+    "setp.ge.s32 	%p7, %r6, %r2;\n",
+    "@%p7 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd16, %rd15, %rd11;\n",
+    "ld.global.f32 	%f24, [%rd16];\n",
+    "add.f32 	%f45, %f45, %f24;\n",
+    "add.s32 	%r7, %r6, %r26;\n",
+    "setp.ge.s32 	%p8, %r7, %r2;\n",
+    "@%p8 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd17, %rd16, %rd11;\n",
+    "ld.global.f32 	%f25, [%rd17];\n",
+    "add.f32 	%f45, %f45, %f25;\n",
+    "add.s32 	%r8, %r7, %r26;\n",
+    "setp.ge.s32 	%p9, %r8, %r2;\n",
+    "@%p9 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd18, %rd17, %rd11;\n",
+    "ld.global.f32 	%f26, [%rd18];\n",
+    "add.f32 	%f45, %f45, %f26;\n",
+    "add.s32 	%r9, %r8, %r26;\n",
+    "setp.ge.s32 	%p10, %r9, %r2;\n",
+    "@%p10 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd19, %rd18, %rd11;\n",
+    "ld.global.f32 	%f27, [%rd19];\n",
+    "add.f32 	%f45, %f45, %f27;\n",
+    "add.s32 	%r10, %r9, %r26;\n",
+    "setp.ge.s32 	%p11, %r10, %r2;\n",
+    "@%p11 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd20, %rd19, %rd11;\n",
+    "ld.global.f32 	%f28, [%rd20];\n",
+    "add.f32 	%f45, %f45, %f28;\n",
+    "add.s32 	%r11, %r10, %r26;\n",
+    "setp.ge.s32 	%p12, %r11, %r2;\n",
+    "@%p12 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd51, %rd20, %rd11;\n",
+    "ld.global.f32 	%f29, [%rd51];\n",
+    "add.f32 	%f45, %f45, %f29;\n",
+    "add.s32 	%r60, %r11, %r26;\n",
+    "setp.lt.s32 	%p13, %r60, %r2;\n",
+    "@%p13 bra 	$L__BB4_6;\n",
+    "$L__BB4_14:\n",
     "mov.u32 	%r13, %tid.y;\n",
-    "mul.wide.u32 	%rd59, %r13, 128;\n",
-    "mov.u64 	%rd60, _ZZ13nj_params_sumE4tree;\n",
-    "add.s64 	%rd61, %rd60, %rd59;\n",
-    "shl.b64 	%rd62, %rd7, 2;\n",
-    "add.s64 	%rd20, %rd61, %rd62;\n",
-    "st.shared.f32 	[%rd20], %f64;\n",
-    "bar.sync 	0;\n",
-    "setp.gt.u32 	%p10, %r13, 7;\n",
-    "@%p10 bra 	$L__BB4_13;\n",
-    "ld.shared.f32 	%f37, [%rd20];\n",
-    "ld.shared.f32 	%f38, [%rd20+1024];\n",
-    "add.f32 	%f39, %f38, %f37;\n",
-    "st.shared.f32 	[%rd20], %f39;\n",
-    "$L__BB4_13:\n",
-    "bar.sync 	0;\n",
-    "setp.gt.u32 	%p11, %r13, 3;\n",
-    "@%p11 bra 	$L__BB4_15;\n",
-    "ld.shared.f32 	%f40, [%rd20];\n",
-    "ld.shared.f32 	%f41, [%rd20+512];\n",
-    "add.f32 	%f42, %f41, %f40;\n",
-    "st.shared.f32 	[%rd20], %f42;\n",
+    "mul.wide.u32 	%rd52, %r13, 128;\n",
+    "mov.u64 	%rd53, _ZZ13nj_params_sumE4tree;\n",
+    "add.s64 	%rd54, %rd53, %rd52;\n",
+    "shl.b64 	%rd55, %rd6, 2;\n",
+    "add.s64 	%rd21, %rd54, %rd55;\n",
+    "st.shared.f32 	[%rd21], %f45;\n",
+    "mov.u32 	%r35, %ntid.y;\n",
+    "shr.u32 	%r61, %r35, 1;\n",
+    "setp.eq.s32 	%p14, %r61, 0;\n",
+    "@%p14 bra 	$L__BB4_18;\n",
     "$L__BB4_15:\n",
     "bar.sync 	0;\n",
-    "setp.gt.u32 	%p12, %r13, 1;\n",
-    "@%p12 bra 	$L__BB4_17;\n",
-    "ld.shared.f32 	%f43, [%rd20];\n",
-    "ld.shared.f32 	%f44, [%rd20+256];\n",
-    "add.f32 	%f45, %f44, %f43;\n",
-    "st.shared.f32 	[%rd20], %f45;\n",
+    "setp.ge.u32 	%p15, %r13, %r61;\n",
+    "@%p15 bra 	$L__BB4_17;\n",
+    "add.s32 	%r36, %r61, %r13;\n",
+    "mul.wide.u32 	%rd56, %r36, 128;\n",
+    "add.s64 	%rd58, %rd53, %rd56;\n",
+    "add.s64 	%rd60, %rd58, %rd55;\n",
+    "ld.shared.f32 	%f30, [%rd21];\n",
+    "ld.shared.f32 	%f31, [%rd60];\n",
+    "add.f32 	%f32, %f31, %f30;\n",
+    "st.shared.f32 	[%rd21], %f32;\n",
     "$L__BB4_17:\n",
-    "bar.sync 	0;\n",
-    "add.s64 	%rd21, %rd60, %rd62;\n",
-    "setp.ne.s32 	%p13, %r13, 0;\n",
-    "@%p13 bra 	$L__BB4_19;\n",
-    "ld.shared.f32 	%f46, [%rd20];\n",
-    "ld.shared.f32 	%f47, [%rd21+128];\n",
-    "add.f32 	%f48, %f47, %f46;\n",
-    "st.shared.f32 	[%rd20], %f48;\n",
-    "$L__BB4_19:\n",
-    "ld.param.u64 	%rd65, [%rd2+-60];\n",
-    "setp.ge.s64 	%p15, %rd94, %rd65;\n",
-    "or.pred  	%p16, %p13, %p15;\n",
-    "@%p16 bra 	$L__BB4_42;\n",
-    "bra.uni 	$L__BB4_20;\n",
-    "$L__BB4_42:\n",
+    "shr.u32 	%r61, %r61, 1;\n",
+    "setp.ne.s32 	%p16, %r61, 0;\n",
+    "@%p16 bra 	$L__BB4_15;\n",
+    "$L__BB4_18:\n",
+    "setp.ne.s32 	%p17, %r13, 0;\n",
+    "ld.param.u64 	%rd61, [%rd2+-60];\n",
+    "setp.ge.s64 	%p18, %rd98, %rd61;\n",
+    "or.pred  	%p19, %p17, %p18;\n",
+    "@%p19 bra 	$L__BB4_41;\n",
+    "bra.uni 	$L__BB4_19;\n",
+    "$L__BB4_41:\n",
     "ret;\n",
-    "$L__BB4_20:\n",
-    "ld.shared.f32 	%f65, [%rd21];\n",
-    "mov.u64 	%rd96, 0;\n",
-    "ld.param.u32 	%r26, [%rd2+-24];\n",
-    "setp.eq.s32 	%p17, %r26, 0;\n",
-    "@%p17 bra 	$L__BB4_25;\n",
-    "ld.param.v2.u32 	{%r27, %r28}, [%rd2+-28];\n",
-    "mov.u64 	%rd95, 0;\n",
-    "add.s32 	%r31, %r28, %r27;\n",
-    "add.s32 	%r50, %r31, -1;\n",
-    "setp.le.s32 	%p18, %r50, %r27;\n",
-    "@%p18 bra 	$L__BB4_24;\n",
-    "ld.param.u32 	%r15, [%rd2+-28];\n",
-    "mov.u64 	%rd95, 0;\n",
-    "mul.wide.s32 	%rd70, %r50, 8;\n",
-    "add.s64 	%rd71, %rd87, %rd70;\n",
-    "add.s64 	%rd91, %rd71, 8;\n",
-    "add.s64 	%rd72, %rd39, %rd70;\n",
-    "add.s64 	%rd90, %rd72, 720;\n",
-    "mov.u64 	%rd93, %rd94;\n",
-    "$L__BB4_23:\n",
-    "ld.param.u64 	%rd73, [%rd90];\n",
+    "$L__BB4_19:\n",
+    "add.s64 	%rd65, %rd53, %rd55;\n",
+    "ld.shared.f32 	%f46, [%rd65];\n",
+    "mov.u64 	%rd100, 0;\n",
+    "ld.param.u32 	%r37, [%rd2+-24];\n",
+    "setp.eq.s32 	%p20, %r37, 0;\n",
+    "@%p20 bra 	$L__BB4_24;\n",
+    "ld.param.v2.u32 	{%r38, %r39}, [%rd2+-28];\n",
+    "mov.u64 	%rd99, 0;\n",
+    "add.s32 	%r42, %r39, %r38;\n",
+    "add.s32 	%r62, %r42, -1;\n",
+    "setp.le.s32 	%p21, %r62, %r38;\n",
+    "@%p21 bra 	$L__BB4_23;\n",
+    "ld.param.u32 	%r18, [%rd2+-28];\n",
+    "mov.u64 	%rd99, 0;\n",
+    "mul.wide.s32 	%rd69, %r62, 8;\n",
+    "add.s64 	%rd70, %rd93, %rd69;\n",
+    "add.s64 	%rd95, %rd70, 8;\n",
+    "add.s64 	%rd71, %rd41, %rd69;\n",
+    "add.s64 	%rd94, %rd71, 720;\n",
+    "mov.u64 	%rd97, %rd98;\n",
+    "$L__BB4_22:\n",
+    "ld.param.u64 	%rd72, [%rd94];\n",
     "{\n",
     ".reg .b32 temp_param_reg;\n",
     ".param .b64 param0;\n",
-    "st.param.b64 	[param0+0], %rd93;\n",
+    "st.param.b64 	[param0+0], %rd97;\n",
     ".param .b64 param1;\n",
-    "st.param.b64 	[param1+0], %rd73;\n",
+    "st.param.b64 	[param1+0], %rd72;\n",
     ".param .b64 retval0;\n",
     "call.uni (retval0),\n",
     "_ZN46_INTERNAL_00000000_15_norm_strided_cu_3581caf410nji_divideExx,\n",
@@ -8755,101 +9395,109 @@ static const char *const nji_fallback_bf16[] = {
     "param0,\n",
     "param1\n",
     ");\n",
-    "ld.param.b64 	%rd94, [retval0+0];\n",
+    "ld.param.b64 	%rd98, [retval0+0];\n",
     "}\n",
-    "mul.lo.s64 	%rd74, %rd94, %rd73;\n",
-    "sub.s64 	%rd75, %rd93, %rd74;\n",
-    "ld.param.u64 	%rd76, [%rd91];\n",
-    "mul.lo.s64 	%rd77, %rd75, %rd76;\n",
-    "add.s64 	%rd95, %rd77, %rd95;\n",
-    "add.s64 	%rd91, %rd91, -8;\n",
-    "add.s64 	%rd90, %rd90, -8;\n",
-    "add.s32 	%r50, %r50, -1;\n",
-    "setp.gt.s32 	%p19, %r50, %r15;\n",
-    "mov.u64 	%rd93, %rd94;\n",
-    "@%p19 bra 	$L__BB4_23;\n",
+    "mul.lo.s64 	%rd73, %rd98, %rd72;\n",
+    "sub.s64 	%rd74, %rd97, %rd73;\n",
+    "ld.param.u64 	%rd75, [%rd95];\n",
+    "mul.lo.s64 	%rd76, %rd74, %rd75;\n",
+    "add.s64 	%rd99, %rd76, %rd99;\n",
+    "add.s64 	%rd95, %rd95, -8;\n",
+    "add.s64 	%rd94, %rd94, -8;\n",
+    "add.s32 	%r62, %r62, -1;\n",
+    "setp.gt.s32 	%p22, %r62, %r18;\n",
+    "mov.u64 	%rd97, %rd98;\n",
+    "@%p22 bra 	$L__BB4_22;\n",
+    "$L__BB4_23:\n",
+    "ld.param.u32 	%r43, [%rd2+-28];\n",
+    "mul.wide.s32 	%rd77, %r43, 8;\n",
+    "add.s64 	%rd78, %rd93, %rd77;\n",
+    "ld.param.u64 	%rd79, [%rd78+8];\n",
+    "mul.lo.s64 	%rd80, %rd79, %rd98;\n",
+    "add.s64 	%rd100, %rd80, %rd99;\n",
     "$L__BB4_24:\n",
-    "ld.param.u32 	%r32, [%rd2+-28];\n",
-    "mul.wide.s32 	%rd78, %r32, 8;\n",
-    "add.s64 	%rd79, %rd87, %rd78;\n",
-    "ld.param.u64 	%rd80, [%rd79+8];\n",
-    "mul.lo.s64 	%rd81, %rd80, %rd94;\n",
-    "add.s64 	%rd96, %rd81, %rd95;\n",
-    "$L__BB4_25:\n",
-    "selp.b32 	%r33, 2, 4, %p1;\n",
-    "ld.param.u32 	%r34, [%rd2+4];\n",
-    "and.b32  	%r35, %r34, %r33;\n",
-    "setp.eq.s32 	%p20, %r35, 0;\n",
-    "ld.param.u64 	%rd82, [%rd87];\n",
-    "cvta.to.global.u64 	%rd83, %rd82;\n",
-    "shl.b64 	%rd84, %rd96, 2;\n",
-    "add.s64 	%rd36, %rd83, %rd84;\n",
-    "shl.b64 	%rd85, %rd96, 1;\n",
-    "add.s64 	%rd37, %rd83, %rd85;\n",
-    "shl.b64 	%rd86, %rd96, 3;\n",
-    "add.s64 	%rd38, %rd83, %rd86;\n",
-    "@%p20 bra 	$L__BB4_33;\n",
-    "ld.param.u32 	%r36, [%rd2+-16];\n",
-    "setp.eq.s32 	%p21, %r36, 1;\n",
-    "@%p21 bra 	$L__BB4_31;\n",
-    "setp.eq.s32 	%p22, %r36, 2;\n",
-    "@%p22 bra 	$L__BB4_30;\n",
-    "setp.ne.s32 	%p23, %r36, 3;\n",
-    "@%p23 bra 	$L__BB4_32;\n",
-    "ld.global.f32 	%f9, [%rd36];\n",
-    "add.f32 	%f65, %f65, %f9;\n",
-    "bra.uni 	$L__BB4_33;\n",
-    "$L__BB4_31:\n",
-    "ld.global.u16 	%rs6, [%rd37];\n",
-    "cvt.f32.f16 %f49, %rs6;\n",
-    "add.f32 	%f65, %f65, %f49;\n",
-    "bra.uni 	$L__BB4_33;\n",
+    "selp.b32 	%r47, 2, 4, %p1;\n",
+    "ld.param.u32 	%r48, [%rd2+4];\n",
+    "and.b32  	%r49, %r48, %r47;\n",
+    "setp.eq.s32 	%p26, %r49, 0;\n",
+    "@%p26 bra 	$L__BB4_32;\n",
+    "ld.param.u64 	%rd81, [%rd93];\n",
+    "cvta.to.global.u64 	%rd37, %rd81;\n",
+    "ld.param.u32 	%r50, [%rd2+-16];\n",
+    "shl.b64 	%rd82, %rd100, 1;\n",
+    "add.s64 	%rd38, %rd37, %rd82;\n",
+    "setp.eq.s32 	%p27, %r50, 1;\n",
+    "@%p27 bra 	$L__BB4_30;\n",
+    "setp.eq.s32 	%p28, %r50, 2;\n",
+    "@%p28 bra 	$L__BB4_29;\n",
+    "setp.ne.s32 	%p29, %r50, 3;\n",
+    "@%p29 bra 	$L__BB4_31;\n",
+    "shl.b64 	%rd83, %rd100, 2;\n",
+    "add.s64 	%rd84, %rd37, %rd83;\n",
+    "ld.global.f32 	%f12, [%rd84];\n",
+    "add.f32 	%f46, %f46, %f12;\n",
+    "bra.uni 	$L__BB4_32;\n",
     "$L__BB4_30:\n",
-    "ld.global.u16 	%r37, [%rd37];\n",
-    "shl.b32 	%r38, %r37, 16;\n",
-    "mov.b32 	%f10, %r38;\n",
-    "add.f32 	%f65, %f65, %f10;\n",
-    "bra.uni 	$L__BB4_33;\n",
+    "ld.global.u16 	%rs3, [%rd38];\n",
+    "cvt.f32.f16 %f33, %rs3;\n",
+    "add.f32 	%f46, %f46, %f33;\n",
+    "bra.uni 	$L__BB4_32;\n",
+    "$L__BB4_29:\n",
+    "ld.global.u16 	%r51, [%rd38];\n",
+    "shl.b32 	%r52, %r51, 16;\n",
+    "mov.b32 	%f13, %r52;\n",
+    "add.f32 	%f46, %f46, %f13;\n",
+    "bra.uni 	$L__BB4_32;\n",
+    "$L__BB4_31:\n",
+    "shl.b64 	%rd85, %rd100, 3;\n",
+    "add.s64 	%rd86, %rd37, %rd85;\n",
+    "ld.global.f64 	%fd1, [%rd86];\n",
+    "cvt.rn.f32.f64 	%f15, %fd1;\n",
+    "add.f32 	%f46, %f46, %f15;\n",
     "$L__BB4_32:\n",
-    "ld.global.f64 	%fd1, [%rd38];\n",
-    "cvt.rn.f32.f64 	%f12, %fd1;\n",
-    "add.f32 	%f65, %f65, %f12;\n",
-    "$L__BB4_33:\n",
-    "ld.param.u32 	%r39, [%rd2+-16];\n",
-    "setp.eq.s32 	%p24, %r39, 1;\n",
-    "@%p24 bra 	$L__BB4_40;\n",
-    "setp.eq.s32 	%p25, %r39, 2;\n",
-    "@%p25 bra 	$L__BB4_37;\n",
-    "setp.ne.s32 	%p26, %r39, 3;\n",
-    "@%p26 bra 	$L__BB4_41;\n",
-    "st.global.f32 	[%rd36], %f65;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_40:\n",
-    "cvt.rn.f16.f32 %rs8, %f65;\n",
-    "st.global.u16 	[%rd37], %rs8;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_37:\n",
-    "setp.nan.f32 	%p27, %f65, %f65;\n",
-    "mov.u16 	%rs9, 32767;\n",
-    "@%p27 bra 	$L__BB4_39;\n",
-    "mov.b32 	%r40, %f65;\n",
-    "shr.u32 	%r41, %r40, 16;\n",
-    "and.b32  	%r42, %r41, 1;\n",
-    "add.s32 	%r43, %r40, %r42;\n",
-    "add.s32 	%r44, %r43, 32767;\n",
-    "shr.u32 	%r45, %r44, 16;\n",
-    "cvt.u16.u32 	%rs9, %r45;\n",
+    "ld.param.u64 	%rd87, [%rd93];\n",
+    "cvta.to.global.u64 	%rd39, %rd87;\n",
+    "ld.param.u32 	%r53, [%rd2+-16];\n",
+    "shl.b64 	%rd88, %rd100, 1;\n",
+    "add.s64 	%rd40, %rd39, %rd88;\n",
+    "setp.eq.s32 	%p30, %r53, 1;\n",
+    "@%p30 bra 	$L__BB4_39;\n",
+    "setp.eq.s32 	%p31, %r53, 2;\n",
+    "@%p31 bra 	$L__BB4_36;\n",
+    "setp.ne.s32 	%p32, %r53, 3;\n",
+    "@%p32 bra 	$L__BB4_40;\n",
+    "shl.b64 	%rd89, %rd100, 2;\n",
+    "add.s64 	%rd90, %rd39, %rd89;\n",
+    "st.global.f32 	[%rd90], %f46;\n",
+    "bra.uni 	$L__BB4_41;\n",
     "$L__BB4_39:\n",
-    "st.global.u16 	[%rd37], %rs9;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_41:\n",
-    "cvt.f64.f32 	%fd2, %f65;\n",
-    "st.global.f64 	[%rd38], %fd2;\n",
-    "bra.uni 	$L__BB4_42;\n",
+    "cvt.rn.f16.f32 %rs5, %f46;\n",
+    "st.global.u16 	[%rd40], %rs5;\n",
+    "bra.uni 	$L__BB4_41;\n",
+    "$L__BB4_36:\n",
+    "setp.nan.f32 	%p33, %f46, %f46;\n",
+    "mov.u16 	%rs6, 32767;\n",
+    "@%p33 bra 	$L__BB4_38;\n",
+    "mov.b32 	%r54, %f46;\n",
+    "shr.u32 	%r55, %r54, 16;\n",
+    "and.b32  	%r56, %r55, 1;\n",
+    "add.s32 	%r57, %r54, %r56;\n",
+    "add.s32 	%r58, %r57, 32767;\n",
+    "shr.u32 	%r59, %r58, 16;\n",
+    "cvt.u16.u32 	%rs6, %r59;\n",
+    "$L__BB4_38:\n",
+    "st.global.u16 	[%rd40], %rs6;\n",
+    "bra.uni 	$L__BB4_41;\n",
+    "$L__BB4_40:\n",
+    "shl.b64 	%rd91, %rd100, 3;\n",
+    "add.s64 	%rd92, %rd39, %rd91;\n",
+    "cvt.f64.f32 	%fd2, %f46;\n",
+    "st.global.f64 	[%rd92], %fd2;\n",
+    "bra.uni 	$L__BB4_41;\n",
     "}\n",
     NULL};
 static const char *const nji_fallback_f16[] = {
-    "// NVRTC 13.0, source 731e9f43355718dd\n",
+    "// NVRTC 13.0, source 2aad53a7e87b0225\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -11880,192 +12528,176 @@ static const char *const nji_fallback_f16[] = {
     ".visible .entry nj_params_sum(\n",
     ".param .align 8 .b8 nj_params_sum_param_0[864]\n",
     ")\n",
-    ".maxntid 512, 1, 1\n",
+    ".maxntid 1024, 1, 1\n",
     "{\n",
-    ".reg .pred 	%p<28>;\n",
-    ".reg .b16 	%rs<10>;\n",
-    ".reg .f32 	%f<66>;\n",
-    ".reg .b32 	%r<51>;\n",
+    ".reg .pred 	%p<34>;\n",
+    ".reg .b16 	%rs<7>;\n",
+    ".reg .f32 	%f<47>;\n",
+    ".reg .b32 	%r<63>;\n",
     ".reg .f64 	%fd<3>;\n",
-    ".reg .b64 	%rd<97>;\n",
-    ".shared .align 4 .b8 _ZZ13nj_params_sumE4tree[2048];\n",
-    "mov.b64 	%rd39, nj_params_sum_param_0;\n",
-    "add.s64 	%rd2, %rd39, 852;\n",
-    "ld.param.u8 	%rs3, [nj_params_sum_param_0+852];\n",
-    "shr.u16 	%rs4, %rs3, 1;\n",
-    "and.b16  	%rs5, %rs4, 1;\n",
-    "setp.eq.b16 	%p2, %rs5, 1;\n",
-    "mov.u32 	%r18, %ctaid.y;\n",
-    "setp.eq.s32 	%p3, %r18, 0;\n",
+    ".reg .b64 	%rd<101>;\n",
+    ".shared .align 4 .b8 _ZZ13nj_params_sumE4tree[4096];\n",
+    "mov.b64 	%rd41, nj_params_sum_param_0;\n",
+    "add.s64 	%rd2, %rd41, 852;\n",
+    "ld.param.u32 	%r1, [nj_params_sum_param_0+852];\n",
+    "shr.u32 	%r21, %r1, 1;\n",
+    "and.b32  	%r22, %r21, 1;\n",
+    "setp.eq.b32 	%p2, %r22, 1;\n",
+    "mov.u32 	%r23, %ctaid.y;\n",
+    "setp.eq.s32 	%p3, %r23, 0;\n",
     "and.pred  	%p1, %p3, %p2;\n",
     "@%p1 bra 	$L__BB4_2;\n",
     "bra.uni 	$L__BB4_1;\n",
     "$L__BB4_2:\n",
-    "add.s64 	%rd87, %rd39, 576;\n",
+    "add.s64 	%rd93, %rd41, 576;\n",
     "bra.uni 	$L__BB4_3;\n",
     "$L__BB4_1:\n",
-    "add.s64 	%rd87, %rd39, 648;\n",
+    "add.s64 	%rd93, %rd41, 648;\n",
     "$L__BB4_3:\n",
-    "mov.u32 	%r19, %ctaid.x;\n",
-    "mul.wide.u32 	%rd6, %r19, 32;\n",
-    "mov.u32 	%r20, %tid.x;\n",
-    "cvt.u64.u32 	%rd7, %r20;\n",
-    "add.s64 	%rd94, %rd6, %rd7;\n",
-    "ld.param.u64 	%rd9, [%rd2+-60];\n",
-    "setp.lt.s64 	%p4, %rd94, %rd9;\n",
-    "mov.f32 	%f64, 0f00000000;\n",
+    "mov.u32 	%r24, %ctaid.x;\n",
+    "mul.wide.u32 	%rd42, %r24, 32;\n",
+    "mov.u32 	%r25, %tid.x;\n",
+    "cvt.u64.u32 	%rd6, %r25;\n",
+    "add.s64 	%rd98, %rd42, %rd6;\n",
+    "ld.param.u64 	%rd8, [%rd2+-60];\n",
+    "setp.lt.s64 	%p4, %rd98, %rd8;\n",
+    "mov.f32 	%f45, 0f00000000;\n",
     "@%p4 bra 	$L__BB4_4;\n",
-    "bra.uni 	$L__BB4_11;\n",
+    "bra.uni 	$L__BB4_14;\n",
     "$L__BB4_4:\n",
-    "ld.param.u64 	%rd40, [%rd2+-44];\n",
-    "cvta.to.global.u64 	%rd10, %rd40;\n",
-    "selp.b64 	%rd11, 0, %rd9, %p1;\n",
-    "ld.param.u32 	%r1, [%rd2+-20];\n",
-    "mov.u32 	%r48, %tid.y;\n",
-    "setp.ge.s32 	%p5, %r48, %r1;\n",
-    "@%p5 bra 	$L__BB4_11;\n",
-    "add.s32 	%r21, %r48, 16;\n",
-    "max.s32 	%r22, %r1, %r21;\n",
-    "not.b32 	%r23, %r48;\n",
-    "add.s32 	%r3, %r22, %r23;\n",
-    "shr.u32 	%r24, %r3, 4;\n",
-    "add.s32 	%r25, %r24, 1;\n",
-    "and.b32  	%r47, %r25, 7;\n",
-    "setp.eq.s32 	%p6, %r47, 0;\n",
-    "mov.f32 	%f64, 0f00000000;\n",
-    "@%p6 bra 	$L__BB4_8;\n",
-    "mov.u32 	%r48, %tid.y;\n",
-    "mul.wide.s32 	%rd88, %r48, 2;\n",
-    "add.s64 	%rd13, %rd11, %rd94;\n",
-    "mov.f32 	%f64, 0f00000000;\n",
-    "$L__BB4_7:\n",
-    "mul.lo.s64 	%rd41, %rd88, %rd9;\n",
-    "add.s64 	%rd42, %rd13, %rd41;\n",
-    "shl.b64 	%rd43, %rd42, 2;\n",
-    "add.s64 	%rd44, %rd10, %rd43;\n",
-    "ld.global.f32 	%f21, [%rd44];\n",
-    "add.f32 	%f64, %f64, %f21;\n",
-    "add.s32 	%r48, %r48, 16;\n",
-    "add.s64 	%rd88, %rd88, 32;\n",
-    "add.s32 	%r47, %r47, -1;\n",
-    "setp.ne.s32 	%p7, %r47, 0;\n",
-    "@%p7 bra 	$L__BB4_7;\n",
-    "$L__BB4_8:\n",
-    "setp.lt.u32 	%p8, %r3, 112;\n",
-    "@%p8 bra 	$L__BB4_11;\n",
-    "cvt.s64.s32 	%rd45, %r48;\n",
-    "mul.lo.s64 	%rd46, %rd9, %rd45;\n",
-    "shl.b64 	%rd47, %rd46, 1;\n",
-    "add.s64 	%rd48, %rd11, %rd47;\n",
-    "add.s64 	%rd49, %rd48, %rd6;\n",
-    "add.s64 	%rd50, %rd49, %rd7;\n",
-    "shl.b64 	%rd51, %rd50, 2;\n",
-    "add.s64 	%rd89, %rd10, %rd51;\n",
-    "shl.b64 	%rd17, %rd9, 7;\n",
-    "$L__BB4_10:\n",
-    "ld.global.f32 	%f22, [%rd89];\n",
-    "add.f32 	%f23, %f64, %f22;\n",
-    "add.s64 	%rd52, %rd89, %rd17;\n",
-    "ld.global.f32 	%f24, [%rd52];\n",
-    "add.f32 	%f25, %f23, %f24;\n",
-    "add.s64 	%rd53, %rd52, %rd17;\n",
-    "ld.global.f32 	%f26, [%rd53];\n",
-    "add.f32 	%f27, %f25, %f26;\n",
-    "add.s64 	%rd54, %rd53, %rd17;\n",
-    "ld.global.f32 	%f28, [%rd54];\n",
-    "add.f32 	%f29, %f27, %f28;\n",
-    "add.s64 	%rd55, %rd54, %rd17;\n",
-    "ld.global.f32 	%f30, [%rd55];\n",
-    "add.f32 	%f31, %f29, %f30;\n",
-    "add.s64 	%rd56, %rd55, %rd17;\n",
-    "ld.global.f32 	%f32, [%rd56];\n",
-    "add.f32 	%f33, %f31, %f32;\n",
-    "add.s64 	%rd57, %rd56, %rd17;\n",
-    "ld.global.f32 	%f34, [%rd57];\n",
-    "add.f32 	%f35, %f33, %f34;\n",
-    "add.s64 	%rd58, %rd57, %rd17;\n",
-    "add.s64 	%rd89, %rd58, %rd17;\n",
-    "ld.global.f32 	%f36, [%rd58];\n",
-    "add.f32 	%f64, %f35, %f36;\n",
-    "add.s32 	%r48, %r48, 128;\n",
-    "setp.lt.s32 	%p9, %r48, %r1;\n",
-    "@%p9 bra 	$L__BB4_10;\n",
-    "$L__BB4_11:\n",
+    "selp.b64 	%rd10, 0, %rd8, %p1;\n",
+    "ld.param.u32 	%r2, [%rd2+-20];\n",
+    "mov.u32 	%r60, %tid.y;\n",
+    "setp.ge.s32 	%p5, %r60, %r2;\n",
+    "@%p5 bra 	$L__BB4_14;\n",
+    "ld.param.u64 	%rd43, [%rd2+-44];\n",
+    "mov.u32 	%r26, %ntid.y;\n",
+    "cvt.s64.s32 	%rd44, %r26;\n",
+    "mul.lo.s64 	%rd45, %rd8, %rd44;\n",
+    "shl.b64 	%rd11, %rd45, 3;\n",
+    "add.s64 	%rd12, %rd10, %rd98;\n",
+    "cvta.to.global.u64 	%rd13, %rd43;\n",
+    "mov.f32 	%f45, 0f00000000;\n",
+    "$L__BB4_6:\n",
+    "cvt.s64.s32 	%rd46, %r60;\n",
+    "mul.lo.s64 	%rd47, %rd46, %rd8;\n",
+    "shl.b64 	%rd48, %rd47, 1;\n",
+    "add.s64 	%rd49, %rd12, %rd48;\n",
+    "shl.b64 	%rd50, %rd49, 2;\n",
+    "add.s64 	%rd14, %rd13, %rd50;\n",
+    "ld.global.f32 	%f22, [%rd14];\n",
+    "add.f32 	%f45, %f45, %f22;\n",
+    "add.s32 	%r5, %r60, %r26;\n",
+    "setp.ge.s32 	%p6, %r5, %r2;\n",
+    "@%p6 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd15, %rd14, %rd11;\n",
+    "ld.global.f32 	%f23, [%rd15];\n",
+    "add.f32 	%f45, %f45, %f23;\n",
+    "add.s32 	%r6, %r5, %r26;\n",
+    "setp.ge.s32 	%p7, %r6, %r2;\n",
+    "@%p7 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd16, %rd15, %rd11;\n",
+    "ld.global.f32 	%f24, [%rd16];\n",
+    "add.f32 	%f45, %f45, %f24;\n",
+    "add.s32 	%r7, %r6, %r26;\n",
+    "setp.ge.s32 	%p8, %r7, %r2;\n",
+    "@%p8 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd17, %rd16, %rd11;\n",
+    "ld.global.f32 	%f25, [%rd17];\n",
+    "add.f32 	%f45, %f45, %f25;\n",
+    "add.s32 	%r8, %r7, %r26;\n",
+    "setp.ge.s32 	%p9, %r8, %r2;\n",
+    "@%p9 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd18, %rd17, %rd11;\n",
+    "ld.global.f32 	%f26, [%rd18];\n",
+    "add.f32 	%f45, %f45, %f26;\n",
+    "add.s32 	%r9, %r8, %r26;\n",
+    "setp.ge.s32 	%p10, %r9, %r2;\n",
+    "@%p10 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd19, %rd18, %rd11;\n",
+    "ld.global.f32 	%f27, [%rd19];\n",
+    "add.f32 	%f45, %f45, %f27;\n",
+    "add.s32 	%r10, %r9, %r26;\n",
+    "setp.ge.s32 	%p11, %r10, %r2;\n",
+    "@%p11 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd20, %rd19, %rd11;\n",
+    "ld.global.f32 	%f28, [%rd20];\n",
+    "add.f32 	%f45, %f45, %f28;\n",
+    "add.s32 	%r11, %r10, %r26;\n",
+    "setp.ge.s32 	%p12, %r11, %r2;\n",
+    "@%p12 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd51, %rd20, %rd11;\n",
+    "ld.global.f32 	%f29, [%rd51];\n",
+    "add.f32 	%f45, %f45, %f29;\n",
+    "add.s32 	%r60, %r11, %r26;\n",
+    "setp.lt.s32 	%p13, %r60, %r2;\n",
+    "@%p13 bra 	$L__BB4_6;\n",
+    "$L__BB4_14:\n",
     "mov.u32 	%r13, %tid.y;\n",
-    "mul.wide.u32 	%rd59, %r13, 128;\n",
-    "mov.u64 	%rd60, _ZZ13nj_params_sumE4tree;\n",
-    "add.s64 	%rd61, %rd60, %rd59;\n",
-    "shl.b64 	%rd62, %rd7, 2;\n",
-    "add.s64 	%rd20, %rd61, %rd62;\n",
-    "st.shared.f32 	[%rd20], %f64;\n",
-    "bar.sync 	0;\n",
-    "setp.gt.u32 	%p10, %r13, 7;\n",
-    "@%p10 bra 	$L__BB4_13;\n",
-    "ld.shared.f32 	%f37, [%rd20];\n",
-    "ld.shared.f32 	%f38, [%rd20+1024];\n",
-    "add.f32 	%f39, %f38, %f37;\n",
-    "st.shared.f32 	[%rd20], %f39;\n",
-    "$L__BB4_13:\n",
-    "bar.sync 	0;\n",
-    "setp.gt.u32 	%p11, %r13, 3;\n",
-    "@%p11 bra 	$L__BB4_15;\n",
-    "ld.shared.f32 	%f40, [%rd20];\n",
-    "ld.shared.f32 	%f41, [%rd20+512];\n",
-    "add.f32 	%f42, %f41, %f40;\n",
-    "st.shared.f32 	[%rd20], %f42;\n",
+    "mul.wide.u32 	%rd52, %r13, 128;\n",
+    "mov.u64 	%rd53, _ZZ13nj_params_sumE4tree;\n",
+    "add.s64 	%rd54, %rd53, %rd52;\n",
+    "shl.b64 	%rd55, %rd6, 2;\n",
+    "add.s64 	%rd21, %rd54, %rd55;\n",
+    "st.shared.f32 	[%rd21], %f45;\n",
+    "mov.u32 	%r35, %ntid.y;\n",
+    "shr.u32 	%r61, %r35, 1;\n",
+    "setp.eq.s32 	%p14, %r61, 0;\n",
+    "@%p14 bra 	$L__BB4_18;\n",
     "$L__BB4_15:\n",
     "bar.sync 	0;\n",
-    "setp.gt.u32 	%p12, %r13, 1;\n",
-    "@%p12 bra 	$L__BB4_17;\n",
-    "ld.shared.f32 	%f43, [%rd20];\n",
-    "ld.shared.f32 	%f44, [%rd20+256];\n",
-    "add.f32 	%f45, %f44, %f43;\n",
-    "st.shared.f32 	[%rd20], %f45;\n",
+    "setp.ge.u32 	%p15, %r13, %r61;\n",
+    "@%p15 bra 	$L__BB4_17;\n",
+    "add.s32 	%r36, %r61, %r13;\n",
+    "mul.wide.u32 	%rd56, %r36, 128;\n",
+    "add.s64 	%rd58, %rd53, %rd56;\n",
+    "add.s64 	%rd60, %rd58, %rd55;\n",
+    "ld.shared.f32 	%f30, [%rd21];\n",
+    "ld.shared.f32 	%f31, [%rd60];\n",
+    "add.f32 	%f32, %f31, %f30;\n",
+    "st.shared.f32 	[%rd21], %f32;\n",
     "$L__BB4_17:\n",
-    "bar.sync 	0;\n",
-    "add.s64 	%rd21, %rd60, %rd62;\n",
-    "setp.ne.s32 	%p13, %r13, 0;\n",
-    "@%p13 bra 	$L__BB4_19;\n",
-    "ld.shared.f32 	%f46, [%rd20];\n",
-    "ld.shared.f32 	%f47, [%rd21+128];\n",
-    "add.f32 	%f48, %f47, %f46;\n",
-    "st.shared.f32 	[%rd20], %f48;\n",
-    "$L__BB4_19:\n",
-    "ld.param.u64 	%rd65, [%rd2+-60];\n",
-    "setp.ge.s64 	%p15, %rd94, %rd65;\n",
-    "or.pred  	%p16, %p13, %p15;\n",
-    "@%p16 bra 	$L__BB4_42;\n",
-    "bra.uni 	$L__BB4_20;\n",
-    "$L__BB4_42:\n",
+    "shr.u32 	%r61, %r61, 1;\n",
+    "setp.ne.s32 	%p16, %r61, 0;\n",
+    "@%p16 bra 	$L__BB4_15;\n",
+    "$L__BB4_18:\n",
+    "setp.ne.s32 	%p17, %r13, 0;\n",
+    "ld.param.u64 	%rd61, [%rd2+-60];\n",
+    "setp.ge.s64 	%p18, %rd98, %rd61;\n",
+    "or.pred  	%p19, %p17, %p18;\n",
+    "@%p19 bra 	$L__BB4_41;\n",
+    "bra.uni 	$L__BB4_19;\n",
+    "$L__BB4_41:\n",
     "ret;\n",
-    "$L__BB4_20:\n",
-    "ld.shared.f32 	%f65, [%rd21];\n",
-    "mov.u64 	%rd96, 0;\n",
-    "ld.param.u32 	%r26, [%rd2+-24];\n",
-    "setp.eq.s32 	%p17, %r26, 0;\n",
-    "@%p17 bra 	$L__BB4_25;\n",
-    "ld.param.v2.u32 	{%r27, %r28}, [%rd2+-28];\n",
-    "mov.u64 	%rd95, 0;\n",
-    "add.s32 	%r31, %r28, %r27;\n",
-    "add.s32 	%r50, %r31, -1;\n",
-    "setp.le.s32 	%p18, %r50, %r27;\n",
-    "@%p18 bra 	$L__BB4_24;\n",
-    "ld.param.u32 	%r15, [%rd2+-28];\n",
-    "mov.u64 	%rd95, 0;\n",
-    "mul.wide.s32 	%rd70, %r50, 8;\n",
-    "add.s64 	%rd71, %rd87, %rd70;\n",
-    "add.s64 	%rd91, %rd71, 8;\n",
-    "add.s64 	%rd72, %rd39, %rd70;\n",
-    "add.s64 	%rd90, %rd72, 720;\n",
-    "mov.u64 	%rd93, %rd94;\n",
-    "$L__BB4_23:\n",
-    "ld.param.u64 	%rd73, [%rd90];\n",
+    "$L__BB4_19:\n",
+    "add.s64 	%rd65, %rd53, %rd55;\n",
+    "ld.shared.f32 	%f46, [%rd65];\n",
+    "mov.u64 	%rd100, 0;\n",
+    "ld.param.u32 	%r37, [%rd2+-24];\n",
+    "setp.eq.s32 	%p20, %r37, 0;\n",
+    "@%p20 bra 	$L__BB4_24;\n",
+    "ld.param.v2.u32 	{%r38, %r39}, [%rd2+-28];\n",
+    "mov.u64 	%rd99, 0;\n",
+    "add.s32 	%r42, %r39, %r38;\n",
+    "add.s32 	%r62, %r42, -1;\n",
+    "setp.le.s32 	%p21, %r62, %r38;\n",
+    "@%p21 bra 	$L__BB4_23;\n",
+    "ld.param.u32 	%r18, [%rd2+-28];\n",
+    "mov.u64 	%rd99, 0;\n",
+    "mul.wide.s32 	%rd69, %r62, 8;\n",
+    "add.s64 	%rd70, %rd93, %rd69;\n",
+    "add.s64 	%rd95, %rd70, 8;\n",
+    "add.s64 	%rd71, %rd41, %rd69;\n",
+    "add.s64 	%rd94, %rd71, 720;\n",
+    "mov.u64 	%rd97, %rd98;\n",
+    "$L__BB4_22:\n",
+    "ld.param.u64 	%rd72, [%rd94];\n",
     "{\n",
     ".reg .b32 temp_param_reg;\n",
     ".param .b64 param0;\n",
-    "st.param.b64 	[param0+0], %rd93;\n",
+    "st.param.b64 	[param0+0], %rd97;\n",
     ".param .b64 param1;\n",
-    "st.param.b64 	[param1+0], %rd73;\n",
+    "st.param.b64 	[param1+0], %rd72;\n",
     ".param .b64 retval0;\n",
     "call.uni (retval0),\n",
     "_ZN46_INTERNAL_00000000_15_norm_strided_cu_3581caf410nji_divideExx,\n",
@@ -12073,101 +12705,109 @@ static const char *const nji_fallback_f16[] = {
     "param0,\n",
     "param1\n",
     ");\n",
-    "ld.param.b64 	%rd94, [retval0+0];\n",
+    "ld.param.b64 	%rd98, [retval0+0];\n",
     "}\n",
-    "mul.lo.s64 	%rd74, %rd94, %rd73;\n",
-    "sub.s64 	%rd75, %rd93, %rd74;\n",
-    "ld.param.u64 	%rd76, [%rd91];\n",
-    "mul.lo.s64 	%rd77, %rd75, %rd76;\n",
-    "add.s64 	%rd95, %rd77, %rd95;\n",
-    "add.s64 	%rd91, %rd91, -8;\n",
-    "add.s64 	%rd90, %rd90, -8;\n",
-    "add.s32 	%r50, %r50, -1;\n",
-    "setp.gt.s32 	%p19, %r50, %r15;\n",
-    "mov.u64 	%rd93, %rd94;\n",
-    "@%p19 bra 	$L__BB4_23;\n",
+    "mul.lo.s64 	%rd73, %rd98, %rd72;\n",
+    "sub.s64 	%rd74, %rd97, %rd73;\n",
+    "ld.param.u64 	%rd75, [%rd95];\n",
+    "mul.lo.s64 	%rd76, %rd74, %rd75;\n",
+    "add.s64 	%rd99, %rd76, %rd99;\n",
+    "add.s64 	%rd95, %rd95, -8;\n",
+    "add.s64 	%rd94, %rd94, -8;\n",
+    "add.s32 	%r62, %r62, -1;\n",
+    "setp.gt.s32 	%p22, %r62, %r18;\n",
+    "mov.u64 	%rd97, %rd98;\n",
+    "@%p22 bra 	$L__BB4_22;\n",
+    "$L__BB4_23:\n",
+    "ld.param.u32 	%r43, [%rd2+-28];\n",
+    "mul.wide.s32 	%rd77, %r43, 8;\n",
+    "add.s64 	%rd78, %rd93, %rd77;\n",
+    "ld.param.u64 	%rd79, [%rd78+8];\n",
+    "mul.lo.s64 	%rd80, %rd79, %rd98;\n",
+    "add.s64 	%rd100, %rd80, %rd99;\n",
     "$L__BB4_24:\n",
-    "ld.param.u32 	%r32, [%rd2+-28];\n",
-    "mul.wide.s32 	%rd78, %r32, 8;\n",
-    "add.s64 	%rd79, %rd87, %rd78;\n",
-    "ld.param.u64 	%rd80, [%rd79+8];\n",
-    "mul.lo.s64 	%rd81, %rd80, %rd94;\n",
-    "add.s64 	%rd96, %rd81, %rd95;\n",
-    "$L__BB4_25:\n",
-    "selp.b32 	%r33, 2, 4, %p1;\n",
-    "ld.param.u32 	%r34, [%rd2+4];\n",
-    "and.b32  	%r35, %r34, %r33;\n",
-    "setp.eq.s32 	%p20, %r35, 0;\n",
-    "ld.param.u64 	%rd82, [%rd87];\n",
-    "cvta.to.global.u64 	%rd83, %rd82;\n",
-    "shl.b64 	%rd84, %rd96, 2;\n",
-    "add.s64 	%rd36, %rd83, %rd84;\n",
-    "shl.b64 	%rd85, %rd96, 1;\n",
-    "add.s64 	%rd37, %rd83, %rd85;\n",
-    "shl.b64 	%rd86, %rd96, 3;\n",
-    "add.s64 	%rd38, %rd83, %rd86;\n",
-    "@%p20 bra 	$L__BB4_33;\n",
-    "ld.param.u32 	%r36, [%rd2+-16];\n",
-    "setp.eq.s32 	%p21, %r36, 1;\n",
-    "@%p21 bra 	$L__BB4_31;\n",
-    "setp.eq.s32 	%p22, %r36, 2;\n",
-    "@%p22 bra 	$L__BB4_30;\n",
-    "setp.ne.s32 	%p23, %r36, 3;\n",
-    "@%p23 bra 	$L__BB4_32;\n",
-    "ld.global.f32 	%f9, [%rd36];\n",
-    "add.f32 	%f65, %f65, %f9;\n",
-    "bra.uni 	$L__BB4_33;\n",
-    "$L__BB4_31:\n",
-    "ld.global.u16 	%rs6, [%rd37];\n",
-    "cvt.f32.f16 %f49, %rs6;\n",
-    "add.f32 	%f65, %f65, %f49;\n",
-    "bra.uni 	$L__BB4_33;\n",
+    "selp.b32 	%r47, 2, 4, %p1;\n",
+    "ld.param.u32 	%r48, [%rd2+4];\n",
+    "and.b32  	%r49, %r48, %r47;\n",
+    "setp.eq.s32 	%p26, %r49, 0;\n",
+    "@%p26 bra 	$L__BB4_32;\n",
+    "ld.param.u64 	%rd81, [%rd93];\n",
+    "cvta.to.global.u64 	%rd37, %rd81;\n",
+    "ld.param.u32 	%r50, [%rd2+-16];\n",
+    "shl.b64 	%rd82, %rd100, 1;\n",
+    "add.s64 	%rd38, %rd37, %rd82;\n",
+    "setp.eq.s32 	%p27, %r50, 1;\n",
+    "@%p27 bra 	$L__BB4_30;\n",
+    "setp.eq.s32 	%p28, %r50, 2;\n",
+    "@%p28 bra 	$L__BB4_29;\n",
+    "setp.ne.s32 	%p29, %r50, 3;\n",
+    "@%p29 bra 	$L__BB4_31;\n",
+    "shl.b64 	%rd83, %rd100, 2;\n",
+    "add.s64 	%rd84, %rd37, %rd83;\n",
+    "ld.global.f32 	%f12, [%rd84];\n",
+    "add.f32 	%f46, %f46, %f12;\n",
+    "bra.uni 	$L__BB4_32;\n",
     "$L__BB4_30:\n",
-    "ld.global.u16 	%r37, [%rd37];\n",
-    "shl.b32 	%r38, %r37, 16;\n",
-    "mov.b32 	%f10, %r38;\n",
-    "add.f32 	%f65, %f65, %f10;\n",
-    "bra.uni 	$L__BB4_33;\n",
+    "ld.global.u16 	%rs3, [%rd38];\n",
+    "cvt.f32.f16 %f33, %rs3;\n",
+    "add.f32 	%f46, %f46, %f33;\n",
+    "bra.uni 	$L__BB4_32;\n",
+    "$L__BB4_29:\n",
+    "ld.global.u16 	%r51, [%rd38];\n",
+    "shl.b32 	%r52, %r51, 16;\n",
+    "mov.b32 	%f13, %r52;\n",
+    "add.f32 	%f46, %f46, %f13;\n",
+    "bra.uni 	$L__BB4_32;\n",
+    "$L__BB4_31:\n",
+    "shl.b64 	%rd85, %rd100, 3;\n",
+    "add.s64 	%rd86, %rd37, %rd85;\n",
+    "ld.global.f64 	%fd1, [%rd86];\n",
+    "cvt.rn.f32.f64 	%f15, %fd1;\n",
+    "add.f32 	%f46, %f46, %f15;\n",
     "$L__BB4_32:\n",
-    "ld.global.f64 	%fd1, [%rd38];\n",
-    "cvt.rn.f32.f64 	%f12, %fd1;\n",
-    "add.f32 	%f65, %f65, %f12;\n",
-    "$L__BB4_33:\n",
-    "ld.param.u32 	%r39, [%rd2+-16];\n",
-    "setp.eq.s32 	%p24, %r39, 1;\n",
-    "@%p24 bra 	$L__BB4_40;\n",
-    "setp.eq.s32 	%p25, %r39, 2;\n",
-    "@%p25 bra 	$L__BB4_37;\n",
-    "setp.ne.s32 	%p26, %r39, 3;\n",
-    "@%p26 bra 	$L__BB4_41;\n",
-    "st.global.f32 	[%rd36], %f65;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_40:\n",
-    "cvt.rn.f16.f32 %rs8, %f65;\n",
-    "st.global.u16 	[%rd37], %rs8;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_37:\n",
-    "setp.nan.f32 	%p27, %f65, %f65;\n",
-    "mov.u16 	%rs9, 32767;\n",
-    "@%p27 bra 	$L__BB4_39;\n",
-    "mov.b32 	%r40, %f65;\n",
-    "shr.u32 	%r41, %r40, 16;\n",
-    "and.b32  	%r42, %r41, 1;\n",
-    "add.s32 	%r43, %r40, %r42;\n",
-    "add.s32 	%r44, %r43, 32767;\n",
-    "shr.u32 	%r45, %r44, 16;\n",
-    "cvt.u16.u32 	%rs9, %r45;\n",
+    "ld.param.u64 	%rd87, [%rd93];\n",
+    "cvta.to.global.u64 	%rd39, %rd87;\n",
+    "ld.param.u32 	%r53, [%rd2+-16];\n",
+    "shl.b64 	%rd88, %rd100, 1;\n",
+    "add.s64 	%rd40, %rd39, %rd88;\n",
+    "setp.eq.s32 	%p30, %r53, 1;\n",
+    "@%p30 bra 	$L__BB4_39;\n",
+    "setp.eq.s32 	%p31, %r53, 2;\n",
+    "@%p31 bra 	$L__BB4_36;\n",
+    "setp.ne.s32 	%p32, %r53, 3;\n",
+    "@%p32 bra 	$L__BB4_40;\n",
+    "shl.b64 	%rd89, %rd100, 2;\n",
+    "add.s64 	%rd90, %rd39, %rd89;\n",
+    "st.global.f32 	[%rd90], %f46;\n",
+    "bra.uni 	$L__BB4_41;\n",
     "$L__BB4_39:\n",
-    "st.global.u16 	[%rd37], %rs9;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_41:\n",
-    "cvt.f64.f32 	%fd2, %f65;\n",
-    "st.global.f64 	[%rd38], %fd2;\n",
-    "bra.uni 	$L__BB4_42;\n",
+    "cvt.rn.f16.f32 %rs5, %f46;\n",
+    "st.global.u16 	[%rd40], %rs5;\n",
+    "bra.uni 	$L__BB4_41;\n",
+    "$L__BB4_36:\n",
+    "setp.nan.f32 	%p33, %f46, %f46;\n",
+    "mov.u16 	%rs6, 32767;\n",
+    "@%p33 bra 	$L__BB4_38;\n",
+    "mov.b32 	%r54, %f46;\n",
+    "shr.u32 	%r55, %r54, 16;\n",
+    "and.b32  	%r56, %r55, 1;\n",
+    "add.s32 	%r57, %r54, %r56;\n",
+    "add.s32 	%r58, %r57, 32767;\n",
+    "shr.u32 	%r59, %r58, 16;\n",
+    "cvt.u16.u32 	%rs6, %r59;\n",
+    "$L__BB4_38:\n",
+    "st.global.u16 	[%rd40], %rs6;\n",
+    "bra.uni 	$L__BB4_41;\n",
+    "$L__BB4_40:\n",
+    "shl.b64 	%rd91, %rd100, 3;\n",
+    "add.s64 	%rd92, %rd39, %rd91;\n",
+    "cvt.f64.f32 	%fd2, %f46;\n",
+    "st.global.f64 	[%rd92], %fd2;\n",
+    "bra.uni 	$L__BB4_41;\n",
     "}\n",
     NULL};
 static const char *const nji_fallback_f32[] = {
-    "// NVRTC 13.0, source 731e9f43355718dd\n",
+    "// NVRTC 13.0, source 2aad53a7e87b0225\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -15522,192 +16162,176 @@ static const char *const nji_fallback_f32[] = {
     ".visible .entry nj_params_sum(\n",
     ".param .align 8 .b8 nj_params_sum_param_0[864]\n",
     ")\n",
-    ".maxntid 512, 1, 1\n",
+    ".maxntid 1024, 1, 1\n",
     "{\n",
-    ".reg .pred 	%p<28>;\n",
-    ".reg .b16 	%rs<10>;\n",
-    ".reg .f32 	%f<66>;\n",
-    ".reg .b32 	%r<51>;\n",
+    ".reg .pred 	%p<34>;\n",
+    ".reg .b16 	%rs<7>;\n",
+    ".reg .f32 	%f<47>;\n",
+    ".reg .b32 	%r<63>;\n",
     ".reg .f64 	%fd<3>;\n",
-    ".reg .b64 	%rd<97>;\n",
-    ".shared .align 4 .b8 _ZZ13nj_params_sumE4tree[2048];\n",
-    "mov.b64 	%rd39, nj_params_sum_param_0;\n",
-    "add.s64 	%rd2, %rd39, 852;\n",
-    "ld.param.u8 	%rs3, [nj_params_sum_param_0+852];\n",
-    "shr.u16 	%rs4, %rs3, 1;\n",
-    "and.b16  	%rs5, %rs4, 1;\n",
-    "setp.eq.b16 	%p2, %rs5, 1;\n",
-    "mov.u32 	%r18, %ctaid.y;\n",
-    "setp.eq.s32 	%p3, %r18, 0;\n",
+    ".reg .b64 	%rd<101>;\n",
+    ".shared .align 4 .b8 _ZZ13nj_params_sumE4tree[4096];\n",
+    "mov.b64 	%rd41, nj_params_sum_param_0;\n",
+    "add.s64 	%rd2, %rd41, 852;\n",
+    "ld.param.u32 	%r1, [nj_params_sum_param_0+852];\n",
+    "shr.u32 	%r21, %r1, 1;\n",
+    "and.b32  	%r22, %r21, 1;\n",
+    "setp.eq.b32 	%p2, %r22, 1;\n",
+    "mov.u32 	%r23, %ctaid.y;\n",
+    "setp.eq.s32 	%p3, %r23, 0;\n",
     "and.pred  	%p1, %p3, %p2;\n",
     "@%p1 bra 	$L__BB4_2;\n",
     "bra.uni 	$L__BB4_1;\n",
     "$L__BB4_2:\n",
-    "add.s64 	%rd87, %rd39, 576;\n",
+    "add.s64 	%rd93, %rd41, 576;\n",
     "bra.uni 	$L__BB4_3;\n",
     "$L__BB4_1:\n",
-    "add.s64 	%rd87, %rd39, 648;\n",
+    "add.s64 	%rd93, %rd41, 648;\n",
     "$L__BB4_3:\n",
-    "mov.u32 	%r19, %ctaid.x;\n",
-    "mul.wide.u32 	%rd6, %r19, 32;\n",
-    "mov.u32 	%r20, %tid.x;\n",
-    "cvt.u64.u32 	%rd7, %r20;\n",
-    "add.s64 	%rd94, %rd6, %rd7;\n",
-    "ld.param.u64 	%rd9, [%rd2+-60];\n",
-    "setp.lt.s64 	%p4, %rd94, %rd9;\n",
-    "mov.f32 	%f64, 0f00000000;\n",
+    "mov.u32 	%r24, %ctaid.x;\n",
+    "mul.wide.u32 	%rd42, %r24, 32;\n",
+    "mov.u32 	%r25, %tid.x;\n",
+    "cvt.u64.u32 	%rd6, %r25;\n",
+    "add.s64 	%rd98, %rd42, %rd6;\n",
+    "ld.param.u64 	%rd8, [%rd2+-60];\n",
+    "setp.lt.s64 	%p4, %rd98, %rd8;\n",
+    "mov.f32 	%f45, 0f00000000;\n",
     "@%p4 bra 	$L__BB4_4;\n",
-    "bra.uni 	$L__BB4_11;\n",
+    "bra.uni 	$L__BB4_14;\n",
     "$L__BB4_4:\n",
-    "ld.param.u64 	%rd40, [%rd2+-44];\n",
-    "cvta.to.global.u64 	%rd10, %rd40;\n",
-    "selp.b64 	%rd11, 0, %rd9, %p1;\n",
-    "ld.param.u32 	%r1, [%rd2+-20];\n",
-    "mov.u32 	%r48, %tid.y;\n",
-    "setp.ge.s32 	%p5, %r48, %r1;\n",
-    "@%p5 bra 	$L__BB4_11;\n",
-    "add.s32 	%r21, %r48, 16;\n",
-    "max.s32 	%r22, %r1, %r21;\n",
-    "not.b32 	%r23, %r48;\n",
-    "add.s32 	%r3, %r22, %r23;\n",
-    "shr.u32 	%r24, %r3, 4;\n",
-    "add.s32 	%r25, %r24, 1;\n",
-    "and.b32  	%r47, %r25, 7;\n",
-    "setp.eq.s32 	%p6, %r47, 0;\n",
-    "mov.f32 	%f64, 0f00000000;\n",
-    "@%p6 bra 	$L__BB4_8;\n",
-    "mov.u32 	%r48, %tid.y;\n",
-    "mul.wide.s32 	%rd88, %r48, 2;\n",
-    "add.s64 	%rd13, %rd11, %rd94;\n",
-    "mov.f32 	%f64, 0f00000000;\n",
-    "$L__BB4_7:\n",
-    "mul.lo.s64 	%rd41, %rd88, %rd9;\n",
-    "add.s64 	%rd42, %rd13, %rd41;\n",
-    "shl.b64 	%rd43, %rd42, 2;\n",
-    "add.s64 	%rd44, %rd10, %rd43;\n",
-    "ld.global.f32 	%f21, [%rd44];\n",
-    "add.f32 	%f64, %f64, %f21;\n",
-    "add.s32 	%r48, %r48, 16;\n",
-    "add.s64 	%rd88, %rd88, 32;\n",
-    "add.s32 	%r47, %r47, -1;\n",
-    "setp.ne.s32 	%p7, %r47, 0;\n",
-    "@%p7 bra 	$L__BB4_7;\n",
-    "$L__BB4_8:\n",
-    "setp.lt.u32 	%p8, %r3, 112;\n",
-    "@%p8 bra 	$L__BB4_11;\n",
-    "cvt.s64.s32 	%rd45, %r48;\n",
-    "mul.lo.s64 	%rd46, %rd9, %rd45;\n",
-    "shl.b64 	%rd47, %rd46, 1;\n",
-    "add.s64 	%rd48, %rd11, %rd47;\n",
-    "add.s64 	%rd49, %rd48, %rd6;\n",
-    "add.s64 	%rd50, %rd49, %rd7;\n",
-    "shl.b64 	%rd51, %rd50, 2;\n",
-    "add.s64 	%rd89, %rd10, %rd51;\n",
-    "shl.b64 	%rd17, %rd9, 7;\n",
-    "$L__BB4_10:\n",
-    "ld.global.f32 	%f22, [%rd89];\n",
-    "add.f32 	%f23, %f64, %f22;\n",
-    "add.s64 	%rd52, %rd89, %rd17;\n",
-    "ld.global.f32 	%f24, [%rd52];\n",
-    "add.f32 	%f25, %f23, %f24;\n",
-    "add.s64 	%rd53, %rd52, %rd17;\n",
-    "ld.global.f32 	%f26, [%rd53];\n",
-    "add.f32 	%f27, %f25, %f26;\n",
-    "add.s64 	%rd54, %rd53, %rd17;\n",
-    "ld.global.f32 	%f28, [%rd54];\n",
-    "add.f32 	%f29, %f27, %f28;\n",
-    "add.s64 	%rd55, %rd54, %rd17;\n",
-    "ld.global.f32 	%f30, [%rd55];\n",
-    "add.f32 	%f31, %f29, %f30;\n",
-    "add.s64 	%rd56, %rd55, %rd17;\n",
-    "ld.global.f32 	%f32, [%rd56];\n",
-    "add.f32 	%f33, %f31, %f32;\n",
-    "add.s64 	%rd57, %rd56, %rd17;\n",
-    "ld.global.f32 	%f34, [%rd57];\n",
-    "add.f32 	%f35, %f33, %f34;\n",
-    "add.s64 	%rd58, %rd57, %rd17;\n",
-    "add.s64 	%rd89, %rd58, %rd17;\n",
-    "ld.global.f32 	%f36, [%rd58];\n",
-    "add.f32 	%f64, %f35, %f36;\n",
-    "add.s32 	%r48, %r48, 128;\n",
-    "setp.lt.s32 	%p9, %r48, %r1;\n",
-    "@%p9 bra 	$L__BB4_10;\n",
-    "$L__BB4_11:\n",
+    "selp.b64 	%rd10, 0, %rd8, %p1;\n",
+    "ld.param.u32 	%r2, [%rd2+-20];\n",
+    "mov.u32 	%r60, %tid.y;\n",
+    "setp.ge.s32 	%p5, %r60, %r2;\n",
+    "@%p5 bra 	$L__BB4_14;\n",
+    "ld.param.u64 	%rd43, [%rd2+-44];\n",
+    "mov.u32 	%r26, %ntid.y;\n",
+    "cvt.s64.s32 	%rd44, %r26;\n",
+    "mul.lo.s64 	%rd45, %rd8, %rd44;\n",
+    "shl.b64 	%rd11, %rd45, 3;\n",
+    "add.s64 	%rd12, %rd10, %rd98;\n",
+    "cvta.to.global.u64 	%rd13, %rd43;\n",
+    "mov.f32 	%f45, 0f00000000;\n",
+    "$L__BB4_6:\n",
+    "cvt.s64.s32 	%rd46, %r60;\n",
+    "mul.lo.s64 	%rd47, %rd46, %rd8;\n",
+    "shl.b64 	%rd48, %rd47, 1;\n",
+    "add.s64 	%rd49, %rd12, %rd48;\n",
+    "shl.b64 	%rd50, %rd49, 2;\n",
+    "add.s64 	%rd14, %rd13, %rd50;\n",
+    "ld.global.f32 	%f22, [%rd14];\n",
+    "add.f32 	%f45, %f45, %f22;\n",
+    "add.s32 	%r5, %r60, %r26;\n",
+    "setp.ge.s32 	%p6, %r5, %r2;\n",
+    "@%p6 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd15, %rd14, %rd11;\n",
+    "ld.global.f32 	%f23, [%rd15];\n",
+    "add.f32 	%f45, %f45, %f23;\n",
+    "add.s32 	%r6, %r5, %r26;\n",
+    "setp.ge.s32 	%p7, %r6, %r2;\n",
+    "@%p7 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd16, %rd15, %rd11;\n",
+    "ld.global.f32 	%f24, [%rd16];\n",
+    "add.f32 	%f45, %f45, %f24;\n",
+    "add.s32 	%r7, %r6, %r26;\n",
+    "setp.ge.s32 	%p8, %r7, %r2;\n",
+    "@%p8 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd17, %rd16, %rd11;\n",
+    "ld.global.f32 	%f25, [%rd17];\n",
+    "add.f32 	%f45, %f45, %f25;\n",
+    "add.s32 	%r8, %r7, %r26;\n",
+    "setp.ge.s32 	%p9, %r8, %r2;\n",
+    "@%p9 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd18, %rd17, %rd11;\n",
+    "ld.global.f32 	%f26, [%rd18];\n",
+    "add.f32 	%f45, %f45, %f26;\n",
+    "add.s32 	%r9, %r8, %r26;\n",
+    "setp.ge.s32 	%p10, %r9, %r2;\n",
+    "@%p10 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd19, %rd18, %rd11;\n",
+    "ld.global.f32 	%f27, [%rd19];\n",
+    "add.f32 	%f45, %f45, %f27;\n",
+    "add.s32 	%r10, %r9, %r26;\n",
+    "setp.ge.s32 	%p11, %r10, %r2;\n",
+    "@%p11 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd20, %rd19, %rd11;\n",
+    "ld.global.f32 	%f28, [%rd20];\n",
+    "add.f32 	%f45, %f45, %f28;\n",
+    "add.s32 	%r11, %r10, %r26;\n",
+    "setp.ge.s32 	%p12, %r11, %r2;\n",
+    "@%p12 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd51, %rd20, %rd11;\n",
+    "ld.global.f32 	%f29, [%rd51];\n",
+    "add.f32 	%f45, %f45, %f29;\n",
+    "add.s32 	%r60, %r11, %r26;\n",
+    "setp.lt.s32 	%p13, %r60, %r2;\n",
+    "@%p13 bra 	$L__BB4_6;\n",
+    "$L__BB4_14:\n",
     "mov.u32 	%r13, %tid.y;\n",
-    "mul.wide.u32 	%rd59, %r13, 128;\n",
-    "mov.u64 	%rd60, _ZZ13nj_params_sumE4tree;\n",
-    "add.s64 	%rd61, %rd60, %rd59;\n",
-    "shl.b64 	%rd62, %rd7, 2;\n",
-    "add.s64 	%rd20, %rd61, %rd62;\n",
-    "st.shared.f32 	[%rd20], %f64;\n",
-    "bar.sync 	0;\n",
-    "setp.gt.u32 	%p10, %r13, 7;\n",
-    "@%p10 bra 	$L__BB4_13;\n",
-    "ld.shared.f32 	%f37, [%rd20];\n",
-    "ld.shared.f32 	%f38, [%rd20+1024];\n",
-    "add.f32 	%f39, %f38, %f37;\n",
-    "st.shared.f32 	[%rd20], %f39;\n",
-    "$L__BB4_13:\n",
-    "bar.sync 	0;\n",
-    "setp.gt.u32 	%p11, %r13, 3;\n",
-    "@%p11 bra 	$L__BB4_15;\n",
-    "ld.shared.f32 	%f40, [%rd20];\n",
-    "ld.shared.f32 	%f41, [%rd20+512];\n",
-    "add.f32 	%f42, %f41, %f40;\n",
-    "st.shared.f32 	[%rd20], %f42;\n",
+    "mul.wide.u32 	%rd52, %r13, 128;\n",
+    "mov.u64 	%rd53, _ZZ13nj_params_sumE4tree;\n",
+    "add.s64 	%rd54, %rd53, %rd52;\n",
+    "shl.b64 	%rd55, %rd6, 2;\n",
+    "add.s64 	%rd21, %rd54, %rd55;\n",
+    "st.shared.f32 	[%rd21], %f45;\n",
+    "mov.u32 	%r35, %ntid.y;\n",
+    "shr.u32 	%r61, %r35, 1;\n",
+    "setp.eq.s32 	%p14, %r61, 0;\n",
+    "@%p14 bra 	$L__BB4_18;\n",
     "$L__BB4_15:\n",
     "bar.sync 	0;\n",
-    "setp.gt.u32 	%p12, %r13, 1;\n",
-    "@%p12 bra 	$L__BB4_17;\n",
-    "ld.shared.f32 	%f43, [%rd20];\n",
-    "ld.shared.f32 	%f44, [%rd20+256];\n",
-    "add.f32 	%f45, %f44, %f43;\n",
-    "st.shared.f32 	[%rd20], %f45;\n",
+    "setp.ge.u32 	%p15, %r13, %r61;\n",
+    "@%p15 bra 	$L__BB4_17;\n",
+    "add.s32 	%r36, %r61, %r13;\n",
+    "mul.wide.u32 	%rd56, %r36, 128;\n",
+    "add.s64 	%rd58, %rd53, %rd56;\n",
+    "add.s64 	%rd60, %rd58, %rd55;\n",
+    "ld.shared.f32 	%f30, [%rd21];\n",
+    "ld.shared.f32 	%f31, [%rd60];\n",
+    "add.f32 	%f32, %f31, %f30;\n",
+    "st.shared.f32 	[%rd21], %f32;\n",
     "$L__BB4_17:\n",
-    "bar.sync 	0;\n",
-    "add.s64 	%rd21, %rd60, %rd62;\n",
-    "setp.ne.s32 	%p13, %r13, 0;\n",
-    "@%p13 bra 	$L__BB4_19;\n",
-    "ld.shared.f32 	%f46, [%rd20];\n",
-    "ld.shared.f32 	%f47, [%rd21+128];\n",
-    "add.f32 	%f48, %f47, %f46;\n",
-    "st.shared.f32 	[%rd20], %f48;\n",
-    "$L__BB4_19:\n",
-    "ld.param.u64 	%rd65, [%rd2+-60];\n",
-    "setp.ge.s64 	%p15, %rd94, %rd65;\n",
-    "or.pred  	%p16, %p13, %p15;\n",
-    "@%p16 bra 	$L__BB4_42;\n",
-    "bra.uni 	$L__BB4_20;\n",
-    "$L__BB4_42:\n",
+    "shr.u32 	%r61, %r61, 1;\n",
+    "setp.ne.s32 	%p16, %r61, 0;\n",
+    "@%p16 bra 	$L__BB4_15;\n",
+    "$L__BB4_18:\n",
+    "setp.ne.s32 	%p17, %r13, 0;\n",
+    "ld.param.u64 	%rd61, [%rd2+-60];\n",
+    "setp.ge.s64 	%p18, %rd98, %rd61;\n",
+    "or.pred  	%p19, %p17, %p18;\n",
+    "@%p19 bra 	$L__BB4_41;\n",
+    "bra.uni 	$L__BB4_19;\n",
+    "$L__BB4_41:\n",
     "ret;\n",
-    "$L__BB4_20:\n",
-    "ld.shared.f32 	%f65, [%rd21];\n",
-    "mov.u64 	%rd96, 0;\n",
-    "ld.param.u32 	%r26, [%rd2+-24];\n",
-    "setp.eq.s32 	%p17, %r26, 0;\n",
-    "@%p17 bra 	$L__BB4_25;\n",
-    "ld.param.v2.u32 	{%r27, %r28}, [%rd2+-28];\n",
-    "mov.u64 	%rd95, 0;\n",
-    "add.s32 	%r31, %r28, %r27;\n",
-    "add.s32 	%r50, %r31, -1;\n",
-    "setp.le.s32 	%p18, %r50, %r27;\n",
-    "@%p18 bra 	$L__BB4_24;\n",
-    "ld.param.u32 	%r15, [%rd2+-28];\n",
-    "mov.u64 	%rd95, 0;\n",
-    "mul.wide.s32 	%rd70, %r50, 8;\n",
-    "add.s64 	%rd71, %rd87, %rd70;\n",
-    "add.s64 	%rd91, %rd71, 8;\n",
-    "add.s64 	%rd72, %rd39, %rd70;\n",
-    "add.s64 	%rd90, %rd72, 720;\n",
-    "mov.u64 	%rd93, %rd94;\n",
-    "$L__BB4_23:\n",
-    "ld.param.u64 	%rd73, [%rd90];\n",
+    "$L__BB4_19:\n",
+    "add.s64 	%rd65, %rd53, %rd55;\n",
+    "ld.shared.f32 	%f46, [%rd65];\n",
+    "mov.u64 	%rd100, 0;\n",
+    "ld.param.u32 	%r37, [%rd2+-24];\n",
+    "setp.eq.s32 	%p20, %r37, 0;\n",
+    "@%p20 bra 	$L__BB4_24;\n",
+    "ld.param.v2.u32 	{%r38, %r39}, [%rd2+-28];\n",
+    "mov.u64 	%rd99, 0;\n",
+    "add.s32 	%r42, %r39, %r38;\n",
+    "add.s32 	%r62, %r42, -1;\n",
+    "setp.le.s32 	%p21, %r62, %r38;\n",
+    "@%p21 bra 	$L__BB4_23;\n",
+    "ld.param.u32 	%r18, [%rd2+-28];\n",
+    "mov.u64 	%rd99, 0;\n",
+    "mul.wide.s32 	%rd69, %r62, 8;\n",
+    "add.s64 	%rd70, %rd93, %rd69;\n",
+    "add.s64 	%rd95, %rd70, 8;\n",
+    "add.s64 	%rd71, %rd41, %rd69;\n",
+    "add.s64 	%rd94, %rd71, 720;\n",
+    "mov.u64 	%rd97, %rd98;\n",
+    "$L__BB4_22:\n",
+    "ld.param.u64 	%rd72, [%rd94];\n",
     "{\n",
     ".reg .b32 temp_param_reg;\n",
     ".param .b64 param0;\n",
-    "st.param.b64 	[param0+0], %rd93;\n",
+    "st.param.b64 	[param0+0], %rd97;\n",
     ".param .b64 param1;\n",
-    "st.param.b64 	[param1+0], %rd73;\n",
+    "st.param.b64 	[param1+0], %rd72;\n",
     ".param .b64 retval0;\n",
     "call.uni (retval0),\n",
     "_ZN46_INTERNAL_00000000_15_norm_strided_cu_3581caf410nji_divideExx,\n",
@@ -15715,101 +16339,109 @@ static const char *const nji_fallback_f32[] = {
     "param0,\n",
     "param1\n",
     ");\n",
-    "ld.param.b64 	%rd94, [retval0+0];\n",
+    "ld.param.b64 	%rd98, [retval0+0];\n",
     "}\n",
-    "mul.lo.s64 	%rd74, %rd94, %rd73;\n",
-    "sub.s64 	%rd75, %rd93, %rd74;\n",
-    "ld.param.u64 	%rd76, [%rd91];\n",
-    "mul.lo.s64 	%rd77, %rd75, %rd76;\n",
-    "add.s64 	%rd95, %rd77, %rd95;\n",
-    "add.s64 	%rd91, %rd91, -8;\n",
-    "add.s64 	%rd90, %rd90, -8;\n",
-    "add.s32 	%r50, %r50, -1;\n",
-    "setp.gt.s32 	%p19, %r50, %r15;\n",
-    "mov.u64 	%rd93, %rd94;\n",
-    "@%p19 bra 	$L__BB4_23;\n",
+    "mul.lo.s64 	%rd73, %rd98, %rd72;\n",
+    "sub.s64 	%rd74, %rd97, %rd73;\n",
+    "ld.param.u64 	%rd75, [%rd95];\n",
+    "mul.lo.s64 	%rd76, %rd74, %rd75;\n",
+    "add.s64 	%rd99, %rd76, %rd99;\n",
+    "add.s64 	%rd95, %rd95, -8;\n",
+    "add.s64 	%rd94, %rd94, -8;\n",
+    "add.s32 	%r62, %r62, -1;\n",
+    "setp.gt.s32 	%p22, %r62, %r18;\n",
+    "mov.u64 	%rd97, %rd98;\n",
+    "@%p22 bra 	$L__BB4_22;\n",
+    "$L__BB4_23:\n",
+    "ld.param.u32 	%r43, [%rd2+-28];\n",
+    "mul.wide.s32 	%rd77, %r43, 8;\n",
+    "add.s64 	%rd78, %rd93, %rd77;\n",
+    "ld.param.u64 	%rd79, [%rd78+8];\n",
+    "mul.lo.s64 	%rd80, %rd79, %rd98;\n",
+    "add.s64 	%rd100, %rd80, %rd99;\n",
     "$L__BB4_24:\n",
-    "ld.param.u32 	%r32, [%rd2+-28];\n",
-    "mul.wide.s32 	%rd78, %r32, 8;\n",
-    "add.s64 	%rd79, %rd87, %rd78;\n",
-    "ld.param.u64 	%rd80, [%rd79+8];\n",
-    "mul.lo.s64 	%rd81, %rd80, %rd94;\n",
-    "add.s64 	%rd96, %rd81, %rd95;\n",
-    "$L__BB4_25:\n",
-    "selp.b32 	%r33, 2, 4, %p1;\n",
-    "ld.param.u32 	%r34, [%rd2+4];\n",
-    "and.b32  	%r35, %r34, %r33;\n",
-    "setp.eq.s32 	%p20, %r35, 0;\n",
-    "ld.param.u64 	%rd82, [%rd87];\n",
-    "cvta.to.global.u64 	%rd83, %rd82;\n",
-    "shl.b64 	%rd84, %rd96, 2;\n",
-    "add.s64 	%rd36, %rd83, %rd84;\n",
-    "shl.b64 	%rd85, %rd96, 1;\n",
-    "add.s64 	%rd37, %rd83, %rd85;\n",
-    "shl.b64 	%rd86, %rd96, 3;\n",
-    "add.s64 	%rd38, %rd83, %rd86;\n",
-    "@%p20 bra 	$L__BB4_33;\n",
-    "ld.param.u32 	%r36, [%rd2+-16];\n",
-    "setp.eq.s32 	%p21, %r36, 1;\n",
-    "@%p21 bra 	$L__BB4_31;\n",
-    "setp.eq.s32 	%p22, %r36, 2;\n",
-    "@%p22 bra 	$L__BB4_30;\n",
-    "setp.ne.s32 	%p23, %r36, 3;\n",
-    "@%p23 bra 	$L__BB4_32;\n",
-    "ld.global.f32 	%f9, [%rd36];\n",
-    "add.f32 	%f65, %f65, %f9;\n",
-    "bra.uni 	$L__BB4_33;\n",
-    "$L__BB4_31:\n",
-    "ld.global.u16 	%rs6, [%rd37];\n",
-    "cvt.f32.f16 %f49, %rs6;\n",
-    "add.f32 	%f65, %f65, %f49;\n",
-    "bra.uni 	$L__BB4_33;\n",
+    "selp.b32 	%r47, 2, 4, %p1;\n",
+    "ld.param.u32 	%r48, [%rd2+4];\n",
+    "and.b32  	%r49, %r48, %r47;\n",
+    "setp.eq.s32 	%p26, %r49, 0;\n",
+    "@%p26 bra 	$L__BB4_32;\n",
+    "ld.param.u64 	%rd81, [%rd93];\n",
+    "cvta.to.global.u64 	%rd37, %rd81;\n",
+    "ld.param.u32 	%r50, [%rd2+-16];\n",
+    "shl.b64 	%rd82, %rd100, 1;\n",
+    "add.s64 	%rd38, %rd37, %rd82;\n",
+    "setp.eq.s32 	%p27, %r50, 1;\n",
+    "@%p27 bra 	$L__BB4_30;\n",
+    "setp.eq.s32 	%p28, %r50, 2;\n",
+    "@%p28 bra 	$L__BB4_29;\n",
+    "setp.ne.s32 	%p29, %r50, 3;\n",
+    "@%p29 bra 	$L__BB4_31;\n",
+    "shl.b64 	%rd83, %rd100, 2;\n",
+    "add.s64 	%rd84, %rd37, %rd83;\n",
+    "ld.global.f32 	%f12, [%rd84];\n",
+    "add.f32 	%f46, %f46, %f12;\n",
+    "bra.uni 	$L__BB4_32;\n",
     "$L__BB4_30:\n",
-    "ld.global.u16 	%r37, [%rd37];\n",
-    "shl.b32 	%r38, %r37, 16;\n",
-    "mov.b32 	%f10, %r38;\n",
-    "add.f32 	%f65, %f65, %f10;\n",
-    "bra.uni 	$L__BB4_33;\n",
+    "ld.global.u16 	%rs3, [%rd38];\n",
+    "cvt.f32.f16 %f33, %rs3;\n",
+    "add.f32 	%f46, %f46, %f33;\n",
+    "bra.uni 	$L__BB4_32;\n",
+    "$L__BB4_29:\n",
+    "ld.global.u16 	%r51, [%rd38];\n",
+    "shl.b32 	%r52, %r51, 16;\n",
+    "mov.b32 	%f13, %r52;\n",
+    "add.f32 	%f46, %f46, %f13;\n",
+    "bra.uni 	$L__BB4_32;\n",
+    "$L__BB4_31:\n",
+    "shl.b64 	%rd85, %rd100, 3;\n",
+    "add.s64 	%rd86, %rd37, %rd85;\n",
+    "ld.global.f64 	%fd1, [%rd86];\n",
+    "cvt.rn.f32.f64 	%f15, %fd1;\n",
+    "add.f32 	%f46, %f46, %f15;\n",
     "$L__BB4_32:\n",
-    "ld.global.f64 	%fd1, [%rd38];\n",
-    "cvt.rn.f32.f64 	%f12, %fd1;\n",
-    "add.f32 	%f65, %f65, %f12;\n",
-    "$L__BB4_33:\n",
-    "ld.param.u32 	%r39, [%rd2+-16];\n",
-    "setp.eq.s32 	%p24, %r39, 1;\n",
-    "@%p24 bra 	$L__BB4_40;\n",
-    "setp.eq.s32 	%p25, %r39, 2;\n",
-    "@%p25 bra 	$L__BB4_37;\n",
-    "setp.ne.s32 	%p26, %r39, 3;\n",
-    "@%p26 bra 	$L__BB4_41;\n",
-    "st.global.f32 	[%rd36], %f65;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_40:\n",
-    "cvt.rn.f16.f32 %rs8, %f65;\n",
-    "st.global.u16 	[%rd37], %rs8;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_37:\n",
-    "setp.nan.f32 	%p27, %f65, %f65;\n",
-    "mov.u16 	%rs9, 32767;\n",
-    "@%p27 bra 	$L__BB4_39;\n",
-    "mov.b32 	%r40, %f65;\n",
-    "shr.u32 	%r41, %r40, 16;\n",
-    "and.b32  	%r42, %r41, 1;\n",
-    "add.s32 	%r43, %r40, %r42;\n",
-    "add.s32 	%r44, %r43, 32767;\n",
-    "shr.u32 	%r45, %r44, 16;\n",
-    "cvt.u16.u32 	%rs9, %r45;\n",
+    "ld.param.u64 	%rd87, [%rd93];\n",
+    "cvta.to.global.u64 	%rd39, %rd87;\n",
+    "ld.param.u32 	%r53, [%rd2+-16];\n",
+    "shl.b64 	%rd88, %rd100, 1;\n",
+    "add.s64 	%rd40, %rd39, %rd88;\n",
+    "setp.eq.s32 	%p30, %r53, 1;\n",
+    "@%p30 bra 	$L__BB4_39;\n",
+    "setp.eq.s32 	%p31, %r53, 2;\n",
+    "@%p31 bra 	$L__BB4_36;\n",
+    "setp.ne.s32 	%p32, %r53, 3;\n",
+    "@%p32 bra 	$L__BB4_40;\n",
+    "shl.b64 	%rd89, %rd100, 2;\n",
+    "add.s64 	%rd90, %rd39, %rd89;\n",
+    "st.global.f32 	[%rd90], %f46;\n",
+    "bra.uni 	$L__BB4_41;\n",
     "$L__BB4_39:\n",
-    "st.global.u16 	[%rd37], %rs9;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_41:\n",
-    "cvt.f64.f32 	%fd2, %f65;\n",
-    "st.global.f64 	[%rd38], %fd2;\n",
-    "bra.uni 	$L__BB4_42;\n",
+    "cvt.rn.f16.f32 %rs5, %f46;\n",
+    "st.global.u16 	[%rd40], %rs5;\n",
+    "bra.uni 	$L__BB4_41;\n",
+    "$L__BB4_36:\n",
+    "setp.nan.f32 	%p33, %f46, %f46;\n",
+    "mov.u16 	%rs6, 32767;\n",
+    "@%p33 bra 	$L__BB4_38;\n",
+    "mov.b32 	%r54, %f46;\n",
+    "shr.u32 	%r55, %r54, 16;\n",
+    "and.b32  	%r56, %r55, 1;\n",
+    "add.s32 	%r57, %r54, %r56;\n",
+    "add.s32 	%r58, %r57, 32767;\n",
+    "shr.u32 	%r59, %r58, 16;\n",
+    "cvt.u16.u32 	%rs6, %r59;\n",
+    "$L__BB4_38:\n",
+    "st.global.u16 	[%rd40], %rs6;\n",
+    "bra.uni 	$L__BB4_41;\n",
+    "$L__BB4_40:\n",
+    "shl.b64 	%rd91, %rd100, 3;\n",
+    "add.s64 	%rd92, %rd39, %rd91;\n",
+    "cvt.f64.f32 	%fd2, %f46;\n",
+    "st.global.f64 	[%rd92], %fd2;\n",
+    "bra.uni 	$L__BB4_41;\n",
     "}\n",
     NULL};
 static const char *const nji_fallback_f64[] = {
-    "// NVRTC 13.0, source 731e9f43355718dd\n",
+    "// NVRTC 13.0, source 2aad53a7e87b0225\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -19195,192 +19827,176 @@ static const char *const nji_fallback_f64[] = {
     ".visible .entry nj_params_sum(\n",
     ".param .align 8 .b8 nj_params_sum_param_0[864]\n",
     ")\n",
-    ".maxntid 512, 1, 1\n",
+    ".maxntid 1024, 1, 1\n",
     "{\n",
-    ".reg .pred 	%p<28>;\n",
-    ".reg .b16 	%rs<10>;\n",
+    ".reg .pred 	%p<34>;\n",
+    ".reg .b16 	%rs<7>;\n",
     ".reg .f32 	%f<7>;\n",
-    ".reg .b32 	%r<51>;\n",
-    ".reg .f64 	%fd<64>;\n",
-    ".reg .b64 	%rd<97>;\n",
-    ".shared .align 8 .b8 _ZZ13nj_params_sumE4tree[4096];\n",
-    "mov.b64 	%rd39, nj_params_sum_param_0;\n",
-    "add.s64 	%rd2, %rd39, 852;\n",
-    "ld.param.u8 	%rs3, [nj_params_sum_param_0+852];\n",
-    "shr.u16 	%rs4, %rs3, 1;\n",
-    "and.b16  	%rs5, %rs4, 1;\n",
-    "setp.eq.b16 	%p2, %rs5, 1;\n",
-    "mov.u32 	%r18, %ctaid.y;\n",
-    "setp.eq.s32 	%p3, %r18, 0;\n",
+    ".reg .b32 	%r<63>;\n",
+    ".reg .f64 	%fd<45>;\n",
+    ".reg .b64 	%rd<101>;\n",
+    ".shared .align 8 .b8 _ZZ13nj_params_sumE4tree[8192];\n",
+    "mov.b64 	%rd41, nj_params_sum_param_0;\n",
+    "add.s64 	%rd2, %rd41, 852;\n",
+    "ld.param.u32 	%r1, [nj_params_sum_param_0+852];\n",
+    "shr.u32 	%r21, %r1, 1;\n",
+    "and.b32  	%r22, %r21, 1;\n",
+    "setp.eq.b32 	%p2, %r22, 1;\n",
+    "mov.u32 	%r23, %ctaid.y;\n",
+    "setp.eq.s32 	%p3, %r23, 0;\n",
     "and.pred  	%p1, %p3, %p2;\n",
     "@%p1 bra 	$L__BB4_2;\n",
     "bra.uni 	$L__BB4_1;\n",
     "$L__BB4_2:\n",
-    "add.s64 	%rd87, %rd39, 576;\n",
+    "add.s64 	%rd93, %rd41, 576;\n",
     "bra.uni 	$L__BB4_3;\n",
     "$L__BB4_1:\n",
-    "add.s64 	%rd87, %rd39, 648;\n",
+    "add.s64 	%rd93, %rd41, 648;\n",
     "$L__BB4_3:\n",
-    "mov.u32 	%r19, %ctaid.x;\n",
-    "mul.wide.u32 	%rd6, %r19, 32;\n",
-    "mov.u32 	%r20, %tid.x;\n",
-    "cvt.u64.u32 	%rd7, %r20;\n",
-    "add.s64 	%rd94, %rd6, %rd7;\n",
-    "ld.param.u64 	%rd9, [%rd2+-60];\n",
-    "setp.lt.s64 	%p4, %rd94, %rd9;\n",
-    "mov.f64 	%fd62, 0d0000000000000000;\n",
+    "mov.u32 	%r24, %ctaid.x;\n",
+    "mul.wide.u32 	%rd42, %r24, 32;\n",
+    "mov.u32 	%r25, %tid.x;\n",
+    "cvt.u64.u32 	%rd6, %r25;\n",
+    "add.s64 	%rd98, %rd42, %rd6;\n",
+    "ld.param.u64 	%rd8, [%rd2+-60];\n",
+    "setp.lt.s64 	%p4, %rd98, %rd8;\n",
+    "mov.f64 	%fd43, 0d0000000000000000;\n",
     "@%p4 bra 	$L__BB4_4;\n",
-    "bra.uni 	$L__BB4_11;\n",
+    "bra.uni 	$L__BB4_14;\n",
     "$L__BB4_4:\n",
-    "ld.param.u64 	%rd40, [%rd2+-44];\n",
-    "cvta.to.global.u64 	%rd10, %rd40;\n",
-    "selp.b64 	%rd11, 0, %rd9, %p1;\n",
-    "ld.param.u32 	%r1, [%rd2+-20];\n",
-    "mov.u32 	%r48, %tid.y;\n",
-    "setp.ge.s32 	%p5, %r48, %r1;\n",
-    "@%p5 bra 	$L__BB4_11;\n",
-    "add.s32 	%r21, %r48, 16;\n",
-    "max.s32 	%r22, %r1, %r21;\n",
-    "not.b32 	%r23, %r48;\n",
-    "add.s32 	%r3, %r22, %r23;\n",
-    "shr.u32 	%r24, %r3, 4;\n",
-    "add.s32 	%r25, %r24, 1;\n",
-    "and.b32  	%r47, %r25, 7;\n",
-    "setp.eq.s32 	%p6, %r47, 0;\n",
-    "mov.f64 	%fd62, 0d0000000000000000;\n",
-    "@%p6 bra 	$L__BB4_8;\n",
-    "mov.u32 	%r48, %tid.y;\n",
-    "mul.wide.s32 	%rd88, %r48, 2;\n",
-    "add.s64 	%rd13, %rd11, %rd94;\n",
-    "mov.f64 	%fd62, 0d0000000000000000;\n",
-    "$L__BB4_7:\n",
-    "mul.lo.s64 	%rd41, %rd88, %rd9;\n",
-    "add.s64 	%rd42, %rd13, %rd41;\n",
-    "shl.b64 	%rd43, %rd42, 3;\n",
-    "add.s64 	%rd44, %rd10, %rd43;\n",
-    "ld.global.f64 	%fd21, [%rd44];\n",
-    "add.f64 	%fd62, %fd62, %fd21;\n",
-    "add.s32 	%r48, %r48, 16;\n",
-    "add.s64 	%rd88, %rd88, 32;\n",
-    "add.s32 	%r47, %r47, -1;\n",
-    "setp.ne.s32 	%p7, %r47, 0;\n",
-    "@%p7 bra 	$L__BB4_7;\n",
-    "$L__BB4_8:\n",
-    "setp.lt.u32 	%p8, %r3, 112;\n",
-    "@%p8 bra 	$L__BB4_11;\n",
-    "cvt.s64.s32 	%rd45, %r48;\n",
-    "mul.lo.s64 	%rd46, %rd9, %rd45;\n",
-    "shl.b64 	%rd47, %rd46, 1;\n",
-    "add.s64 	%rd48, %rd11, %rd47;\n",
-    "add.s64 	%rd49, %rd48, %rd6;\n",
-    "add.s64 	%rd50, %rd49, %rd7;\n",
-    "shl.b64 	%rd51, %rd50, 3;\n",
-    "add.s64 	%rd89, %rd10, %rd51;\n",
-    "shl.b64 	%rd17, %rd9, 8;\n",
-    "$L__BB4_10:\n",
-    "ld.global.f64 	%fd22, [%rd89];\n",
-    "add.f64 	%fd23, %fd62, %fd22;\n",
-    "add.s64 	%rd52, %rd89, %rd17;\n",
-    "ld.global.f64 	%fd24, [%rd52];\n",
-    "add.f64 	%fd25, %fd23, %fd24;\n",
-    "add.s64 	%rd53, %rd52, %rd17;\n",
-    "ld.global.f64 	%fd26, [%rd53];\n",
-    "add.f64 	%fd27, %fd25, %fd26;\n",
-    "add.s64 	%rd54, %rd53, %rd17;\n",
-    "ld.global.f64 	%fd28, [%rd54];\n",
-    "add.f64 	%fd29, %fd27, %fd28;\n",
-    "add.s64 	%rd55, %rd54, %rd17;\n",
-    "ld.global.f64 	%fd30, [%rd55];\n",
-    "add.f64 	%fd31, %fd29, %fd30;\n",
-    "add.s64 	%rd56, %rd55, %rd17;\n",
-    "ld.global.f64 	%fd32, [%rd56];\n",
-    "add.f64 	%fd33, %fd31, %fd32;\n",
-    "add.s64 	%rd57, %rd56, %rd17;\n",
-    "ld.global.f64 	%fd34, [%rd57];\n",
-    "add.f64 	%fd35, %fd33, %fd34;\n",
-    "add.s64 	%rd58, %rd57, %rd17;\n",
-    "add.s64 	%rd89, %rd58, %rd17;\n",
-    "ld.global.f64 	%fd36, [%rd58];\n",
-    "add.f64 	%fd62, %fd35, %fd36;\n",
-    "add.s32 	%r48, %r48, 128;\n",
-    "setp.lt.s32 	%p9, %r48, %r1;\n",
-    "@%p9 bra 	$L__BB4_10;\n",
-    "$L__BB4_11:\n",
+    "selp.b64 	%rd10, 0, %rd8, %p1;\n",
+    "ld.param.u32 	%r2, [%rd2+-20];\n",
+    "mov.u32 	%r60, %tid.y;\n",
+    "setp.ge.s32 	%p5, %r60, %r2;\n",
+    "@%p5 bra 	$L__BB4_14;\n",
+    "ld.param.u64 	%rd43, [%rd2+-44];\n",
+    "mov.u32 	%r26, %ntid.y;\n",
+    "cvt.s64.s32 	%rd44, %r26;\n",
+    "mul.lo.s64 	%rd45, %rd8, %rd44;\n",
+    "shl.b64 	%rd11, %rd45, 4;\n",
+    "add.s64 	%rd12, %rd10, %rd98;\n",
+    "cvta.to.global.u64 	%rd13, %rd43;\n",
+    "mov.f64 	%fd43, 0d0000000000000000;\n",
+    "$L__BB4_6:\n",
+    "cvt.s64.s32 	%rd46, %r60;\n",
+    "mul.lo.s64 	%rd47, %rd46, %rd8;\n",
+    "shl.b64 	%rd48, %rd47, 1;\n",
+    "add.s64 	%rd49, %rd12, %rd48;\n",
+    "shl.b64 	%rd50, %rd49, 3;\n",
+    "add.s64 	%rd14, %rd13, %rd50;\n",
+    "ld.global.f64 	%fd22, [%rd14];\n",
+    "add.f64 	%fd43, %fd43, %fd22;\n",
+    "add.s32 	%r5, %r60, %r26;\n",
+    "setp.ge.s32 	%p6, %r5, %r2;\n",
+    "@%p6 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd15, %rd14, %rd11;\n",
+    "ld.global.f64 	%fd23, [%rd15];\n",
+    "add.f64 	%fd43, %fd43, %fd23;\n",
+    "add.s32 	%r6, %r5, %r26;\n",
+    "setp.ge.s32 	%p7, %r6, %r2;\n",
+    "@%p7 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd16, %rd15, %rd11;\n",
+    "ld.global.f64 	%fd24, [%rd16];\n",
+    "add.f64 	%fd43, %fd43, %fd24;\n",
+    "add.s32 	%r7, %r6, %r26;\n",
+    "setp.ge.s32 	%p8, %r7, %r2;\n",
+    "@%p8 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd17, %rd16, %rd11;\n",
+    "ld.global.f64 	%fd25, [%rd17];\n",
+    "add.f64 	%fd43, %fd43, %fd25;\n",
+    "add.s32 	%r8, %r7, %r26;\n",
+    "setp.ge.s32 	%p9, %r8, %r2;\n",
+    "@%p9 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd18, %rd17, %rd11;\n",
+    "ld.global.f64 	%fd26, [%rd18];\n",
+    "add.f64 	%fd43, %fd43, %fd26;\n",
+    "add.s32 	%r9, %r8, %r26;\n",
+    "setp.ge.s32 	%p10, %r9, %r2;\n",
+    "@%p10 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd19, %rd18, %rd11;\n",
+    "ld.global.f64 	%fd27, [%rd19];\n",
+    "add.f64 	%fd43, %fd43, %fd27;\n",
+    "add.s32 	%r10, %r9, %r26;\n",
+    "setp.ge.s32 	%p11, %r10, %r2;\n",
+    "@%p11 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd20, %rd19, %rd11;\n",
+    "ld.global.f64 	%fd28, [%rd20];\n",
+    "add.f64 	%fd43, %fd43, %fd28;\n",
+    "add.s32 	%r11, %r10, %r26;\n",
+    "setp.ge.s32 	%p12, %r11, %r2;\n",
+    "@%p12 bra 	$L__BB4_14;\n",
+    "add.s64 	%rd51, %rd20, %rd11;\n",
+    "ld.global.f64 	%fd29, [%rd51];\n",
+    "add.f64 	%fd43, %fd43, %fd29;\n",
+    "add.s32 	%r60, %r11, %r26;\n",
+    "setp.lt.s32 	%p13, %r60, %r2;\n",
+    "@%p13 bra 	$L__BB4_6;\n",
+    "$L__BB4_14:\n",
     "mov.u32 	%r13, %tid.y;\n",
-    "mul.wide.u32 	%rd59, %r13, 256;\n",
-    "mov.u64 	%rd60, _ZZ13nj_params_sumE4tree;\n",
-    "add.s64 	%rd61, %rd60, %rd59;\n",
-    "shl.b64 	%rd62, %rd7, 3;\n",
-    "add.s64 	%rd20, %rd61, %rd62;\n",
-    "st.shared.f64 	[%rd20], %fd62;\n",
-    "bar.sync 	0;\n",
-    "setp.gt.u32 	%p10, %r13, 7;\n",
-    "@%p10 bra 	$L__BB4_13;\n",
-    "ld.shared.f64 	%fd37, [%rd20];\n",
-    "ld.shared.f64 	%fd38, [%rd20+2048];\n",
-    "add.f64 	%fd39, %fd38, %fd37;\n",
-    "st.shared.f64 	[%rd20], %fd39;\n",
-    "$L__BB4_13:\n",
-    "bar.sync 	0;\n",
-    "setp.gt.u32 	%p11, %r13, 3;\n",
-    "@%p11 bra 	$L__BB4_15;\n",
-    "ld.shared.f64 	%fd40, [%rd20];\n",
-    "ld.shared.f64 	%fd41, [%rd20+1024];\n",
-    "add.f64 	%fd42, %fd41, %fd40;\n",
-    "st.shared.f64 	[%rd20], %fd42;\n",
+    "mul.wide.u32 	%rd52, %r13, 256;\n",
+    "mov.u64 	%rd53, _ZZ13nj_params_sumE4tree;\n",
+    "add.s64 	%rd54, %rd53, %rd52;\n",
+    "shl.b64 	%rd55, %rd6, 3;\n",
+    "add.s64 	%rd21, %rd54, %rd55;\n",
+    "st.shared.f64 	[%rd21], %fd43;\n",
+    "mov.u32 	%r35, %ntid.y;\n",
+    "shr.u32 	%r61, %r35, 1;\n",
+    "setp.eq.s32 	%p14, %r61, 0;\n",
+    "@%p14 bra 	$L__BB4_18;\n",
     "$L__BB4_15:\n",
     "bar.sync 	0;\n",
-    "setp.gt.u32 	%p12, %r13, 1;\n",
-    "@%p12 bra 	$L__BB4_17;\n",
-    "ld.shared.f64 	%fd43, [%rd20];\n",
-    "ld.shared.f64 	%fd44, [%rd20+512];\n",
-    "add.f64 	%fd45, %fd44, %fd43;\n",
-    "st.shared.f64 	[%rd20], %fd45;\n",
+    "setp.ge.u32 	%p15, %r13, %r61;\n",
+    "@%p15 bra 	$L__BB4_17;\n",
+    "add.s32 	%r36, %r61, %r13;\n",
+    "mul.wide.u32 	%rd56, %r36, 256;\n",
+    "add.s64 	%rd58, %rd53, %rd56;\n",
+    "add.s64 	%rd60, %rd58, %rd55;\n",
+    "ld.shared.f64 	%fd30, [%rd21];\n",
+    "ld.shared.f64 	%fd31, [%rd60];\n",
+    "add.f64 	%fd32, %fd31, %fd30;\n",
+    "st.shared.f64 	[%rd21], %fd32;\n",
     "$L__BB4_17:\n",
-    "bar.sync 	0;\n",
-    "add.s64 	%rd21, %rd60, %rd62;\n",
-    "setp.ne.s32 	%p13, %r13, 0;\n",
-    "@%p13 bra 	$L__BB4_19;\n",
-    "ld.shared.f64 	%fd46, [%rd20];\n",
-    "ld.shared.f64 	%fd47, [%rd21+256];\n",
-    "add.f64 	%fd48, %fd47, %fd46;\n",
-    "st.shared.f64 	[%rd20], %fd48;\n",
-    "$L__BB4_19:\n",
-    "ld.param.u64 	%rd65, [%rd2+-60];\n",
-    "setp.ge.s64 	%p15, %rd94, %rd65;\n",
-    "or.pred  	%p16, %p13, %p15;\n",
-    "@%p16 bra 	$L__BB4_42;\n",
-    "bra.uni 	$L__BB4_20;\n",
-    "$L__BB4_42:\n",
+    "shr.u32 	%r61, %r61, 1;\n",
+    "setp.ne.s32 	%p16, %r61, 0;\n",
+    "@%p16 bra 	$L__BB4_15;\n",
+    "$L__BB4_18:\n",
+    "setp.ne.s32 	%p17, %r13, 0;\n",
+    "ld.param.u64 	%rd61, [%rd2+-60];\n",
+    "setp.ge.s64 	%p18, %rd98, %rd61;\n",
+    "or.pred  	%p19, %p17, %p18;\n",
+    "@%p19 bra 	$L__BB4_41;\n",
+    "bra.uni 	$L__BB4_19;\n",
+    "$L__BB4_41:\n",
     "ret;\n",
-    "$L__BB4_20:\n",
-    "ld.shared.f64 	%fd63, [%rd21];\n",
-    "mov.u64 	%rd96, 0;\n",
-    "ld.param.u32 	%r26, [%rd2+-24];\n",
-    "setp.eq.s32 	%p17, %r26, 0;\n",
-    "@%p17 bra 	$L__BB4_25;\n",
-    "ld.param.v2.u32 	{%r27, %r28}, [%rd2+-28];\n",
-    "mov.u64 	%rd95, 0;\n",
-    "add.s32 	%r31, %r28, %r27;\n",
-    "add.s32 	%r50, %r31, -1;\n",
-    "setp.le.s32 	%p18, %r50, %r27;\n",
-    "@%p18 bra 	$L__BB4_24;\n",
-    "ld.param.u32 	%r15, [%rd2+-28];\n",
-    "mov.u64 	%rd95, 0;\n",
-    "mul.wide.s32 	%rd70, %r50, 8;\n",
-    "add.s64 	%rd71, %rd87, %rd70;\n",
-    "add.s64 	%rd91, %rd71, 8;\n",
-    "add.s64 	%rd72, %rd39, %rd70;\n",
-    "add.s64 	%rd90, %rd72, 720;\n",
-    "mov.u64 	%rd93, %rd94;\n",
-    "$L__BB4_23:\n",
-    "ld.param.u64 	%rd73, [%rd90];\n",
+    "$L__BB4_19:\n",
+    "add.s64 	%rd65, %rd53, %rd55;\n",
+    "ld.shared.f64 	%fd44, [%rd65];\n",
+    "mov.u64 	%rd100, 0;\n",
+    "ld.param.u32 	%r37, [%rd2+-24];\n",
+    "setp.eq.s32 	%p20, %r37, 0;\n",
+    "@%p20 bra 	$L__BB4_24;\n",
+    "ld.param.v2.u32 	{%r38, %r39}, [%rd2+-28];\n",
+    "mov.u64 	%rd99, 0;\n",
+    "add.s32 	%r42, %r39, %r38;\n",
+    "add.s32 	%r62, %r42, -1;\n",
+    "setp.le.s32 	%p21, %r62, %r38;\n",
+    "@%p21 bra 	$L__BB4_23;\n",
+    "ld.param.u32 	%r18, [%rd2+-28];\n",
+    "mov.u64 	%rd99, 0;\n",
+    "mul.wide.s32 	%rd69, %r62, 8;\n",
+    "add.s64 	%rd70, %rd93, %rd69;\n",
+    "add.s64 	%rd95, %rd70, 8;\n",
+    "add.s64 	%rd71, %rd41, %rd69;\n",
+    "add.s64 	%rd94, %rd71, 720;\n",
+    "mov.u64 	%rd97, %rd98;\n",
+    "$L__BB4_22:\n",
+    "ld.param.u64 	%rd72, [%rd94];\n",
     "{\n",
     ".reg .b32 temp_param_reg;\n",
     ".param .b64 param0;\n",
-    "st.param.b64 	[param0+0], %rd93;\n",
+    "st.param.b64 	[param0+0], %rd97;\n",
     ".param .b64 param1;\n",
-    "st.param.b64 	[param1+0], %rd73;\n",
+    "st.param.b64 	[param1+0], %rd72;\n",
     ".param .b64 retval0;\n",
     "call.uni (retval0),\n",
     "_ZN46_INTERNAL_00000000_15_norm_strided_cu_3581caf410nji_divideExx,\n",
@@ -19388,101 +20004,109 @@ static const char *const nji_fallback_f64[] = {
     "param0,\n",
     "param1\n",
     ");\n",
-    "ld.param.b64 	%rd94, [retval0+0];\n",
+    "ld.param.b64 	%rd98, [retval0+0];\n",
     "}\n",
-    "mul.lo.s64 	%rd74, %rd94, %rd73;\n",
-    "sub.s64 	%rd75, %rd93, %rd74;\n",
-    "ld.param.u64 	%rd76, [%rd91];\n",
-    "mul.lo.s64 	%rd77, %rd75, %rd76;\n",
-    "add.s64 	%rd95, %rd77, %rd95;\n",
-    "add.s64 	%rd91, %rd91, -8;\n",
-    "add.s64 	%rd90, %rd90, -8;\n",
-    "add.s32 	%r50, %r50, -1;\n",
-    "setp.gt.s32 	%p19, %r50, %r15;\n",
-    "mov.u64 	%rd93, %rd94;\n",
-    "@%p19 bra 	$L__BB4_23;\n",
+    "mul.lo.s64 	%rd73, %rd98, %rd72;\n",
+    "sub.s64 	%rd74, %rd97, %rd73;\n",
+    "ld.param.u64 	%rd75, [%rd95];\n",
+    "mul.lo.s64 	%rd76, %rd74, %rd75;\n",
+    "add.s64 	%rd99, %rd76, %rd99;\n",
+    "add.s64 	%rd95, %rd95, -8;\n",
+    "add.s64 	%rd94, %rd94, -8;\n",
+    "add.s32 	%r62, %r62, -1;\n",
+    "setp.gt.s32 	%p22, %r62, %r18;\n",
+    "mov.u64 	%rd97, %rd98;\n",
+    "@%p22 bra 	$L__BB4_22;\n",
+    "$L__BB4_23:\n",
+    "ld.param.u32 	%r43, [%rd2+-28];\n",
+    "mul.wide.s32 	%rd77, %r43, 8;\n",
+    "add.s64 	%rd78, %rd93, %rd77;\n",
+    "ld.param.u64 	%rd79, [%rd78+8];\n",
+    "mul.lo.s64 	%rd80, %rd79, %rd98;\n",
+    "add.s64 	%rd100, %rd80, %rd99;\n",
     "$L__BB4_24:\n",
-    "ld.param.u32 	%r32, [%rd2+-28];\n",
-    "mul.wide.s32 	%rd78, %r32, 8;\n",
-    "add.s64 	%rd79, %rd87, %rd78;\n",
-    "ld.param.u64 	%rd80, [%rd79+8];\n",
-    "mul.lo.s64 	%rd81, %rd80, %rd94;\n",
-    "add.s64 	%rd96, %rd81, %rd95;\n",
-    "$L__BB4_25:\n",
-    "selp.b32 	%r33, 2, 4, %p1;\n",
-    "ld.param.u32 	%r34, [%rd2+4];\n",
-    "and.b32  	%r35, %r34, %r33;\n",
-    "setp.eq.s32 	%p20, %r35, 0;\n",
-    "ld.param.u64 	%rd82, [%rd87];\n",
-    "cvta.to.global.u64 	%rd83, %rd82;\n",
-    "shl.b64 	%rd84, %rd96, 2;\n",
-    "add.s64 	%rd36, %rd83, %rd84;\n",
-    "shl.b64 	%rd85, %rd96, 1;\n",
-    "add.s64 	%rd37, %rd83, %rd85;\n",
-    "shl.b64 	%rd86, %rd96, 3;\n",
-    "add.s64 	%rd38, %rd83, %rd86;\n",
-    "@%p20 bra 	$L__BB4_33;\n",
-    "ld.param.u32 	%r36, [%rd2+-16];\n",
-    "setp.eq.s32 	%p21, %r36, 1;\n",
-    "@%p21 bra 	$L__BB4_31;\n",
-    "setp.eq.s32 	%p22, %r36, 2;\n",
-    "@%p22 bra 	$L__BB4_30;\n",
-    "setp.ne.s32 	%p23, %r36, 3;\n",
-    "@%p23 bra 	$L__BB4_32;\n",
-    "ld.global.f32 	%f2, [%rd36];\n",
-    "cvt.f64.f32 	%fd9, %f2;\n",
-    "add.f64 	%fd63, %fd63, %fd9;\n",
-    "bra.uni 	$L__BB4_33;\n",
-    "$L__BB4_31:\n",
-    "ld.global.u16 	%rs6, [%rd37];\n",
-    "cvt.f32.f16 %f4, %rs6;\n",
-    "cvt.f64.f32 	%fd11, %f4;\n",
-    "add.f64 	%fd63, %fd63, %fd11;\n",
-    "bra.uni 	$L__BB4_33;\n",
+    "selp.b32 	%r47, 2, 4, %p1;\n",
+    "ld.param.u32 	%r48, [%rd2+4];\n",
+    "and.b32  	%r49, %r48, %r47;\n",
+    "setp.eq.s32 	%p26, %r49, 0;\n",
+    "@%p26 bra 	$L__BB4_32;\n",
+    "ld.param.u64 	%rd81, [%rd93];\n",
+    "cvta.to.global.u64 	%rd37, %rd81;\n",
+    "ld.param.u32 	%r50, [%rd2+-16];\n",
+    "shl.b64 	%rd82, %rd100, 1;\n",
+    "add.s64 	%rd38, %rd37, %rd82;\n",
+    "setp.eq.s32 	%p27, %r50, 1;\n",
+    "@%p27 bra 	$L__BB4_30;\n",
+    "setp.eq.s32 	%p28, %r50, 2;\n",
+    "@%p28 bra 	$L__BB4_29;\n",
+    "setp.ne.s32 	%p29, %r50, 3;\n",
+    "@%p29 bra 	$L__BB4_31;\n",
+    "shl.b64 	%rd83, %rd100, 2;\n",
+    "add.s64 	%rd84, %rd37, %rd83;\n",
+    "ld.global.f32 	%f2, [%rd84];\n",
+    "cvt.f64.f32 	%fd12, %f2;\n",
+    "add.f64 	%fd44, %fd44, %fd12;\n",
+    "bra.uni 	$L__BB4_32;\n",
     "$L__BB4_30:\n",
-    "ld.global.u16 	%r37, [%rd37];\n",
-    "shl.b32 	%r38, %r37, 16;\n",
-    "mov.b32 	%f3, %r38;\n",
-    "cvt.f64.f32 	%fd10, %f3;\n",
-    "add.f64 	%fd63, %fd63, %fd10;\n",
-    "bra.uni 	$L__BB4_33;\n",
+    "ld.global.u16 	%rs3, [%rd38];\n",
+    "cvt.f32.f16 %f4, %rs3;\n",
+    "cvt.f64.f32 	%fd14, %f4;\n",
+    "add.f64 	%fd44, %fd44, %fd14;\n",
+    "bra.uni 	$L__BB4_32;\n",
+    "$L__BB4_29:\n",
+    "ld.global.u16 	%r51, [%rd38];\n",
+    "shl.b32 	%r52, %r51, 16;\n",
+    "mov.b32 	%f3, %r52;\n",
+    "cvt.f64.f32 	%fd13, %f3;\n",
+    "add.f64 	%fd44, %fd44, %fd13;\n",
+    "bra.uni 	$L__BB4_32;\n",
+    "$L__BB4_31:\n",
+    "shl.b64 	%rd85, %rd100, 3;\n",
+    "add.s64 	%rd86, %rd37, %rd85;\n",
+    "ld.global.f64 	%fd15, [%rd86];\n",
+    "add.f64 	%fd44, %fd44, %fd15;\n",
     "$L__BB4_32:\n",
-    "ld.global.f64 	%fd12, [%rd38];\n",
-    "add.f64 	%fd63, %fd63, %fd12;\n",
-    "$L__BB4_33:\n",
-    "ld.param.u32 	%r39, [%rd2+-16];\n",
-    "setp.eq.s32 	%p24, %r39, 1;\n",
-    "@%p24 bra 	$L__BB4_40;\n",
-    "setp.eq.s32 	%p25, %r39, 2;\n",
-    "@%p25 bra 	$L__BB4_37;\n",
-    "setp.ne.s32 	%p26, %r39, 3;\n",
-    "@%p26 bra 	$L__BB4_41;\n",
-    "cvt.rn.f32.f64 	%f5, %fd63;\n",
-    "st.global.f32 	[%rd36], %f5;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_40:\n",
-    "cvt.rn.f32.f64 	%f6, %fd63;\n",
-    "cvt.rn.f16.f32 %rs8, %f6;\n",
-    "st.global.u16 	[%rd37], %rs8;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_37:\n",
-    "cvt.rn.f32.f64 	%f1, %fd63;\n",
-    "setp.nan.f32 	%p27, %f1, %f1;\n",
-    "mov.u16 	%rs9, 32767;\n",
-    "@%p27 bra 	$L__BB4_39;\n",
-    "mov.b32 	%r40, %f1;\n",
-    "shr.u32 	%r41, %r40, 16;\n",
-    "and.b32  	%r42, %r41, 1;\n",
-    "add.s32 	%r43, %r40, %r42;\n",
-    "add.s32 	%r44, %r43, 32767;\n",
-    "shr.u32 	%r45, %r44, 16;\n",
-    "cvt.u16.u32 	%rs9, %r45;\n",
+    "ld.param.u64 	%rd87, [%rd93];\n",
+    "cvta.to.global.u64 	%rd39, %rd87;\n",
+    "ld.param.u32 	%r53, [%rd2+-16];\n",
+    "shl.b64 	%rd88, %rd100, 1;\n",
+    "add.s64 	%rd40, %rd39, %rd88;\n",
+    "setp.eq.s32 	%p30, %r53, 1;\n",
+    "@%p30 bra 	$L__BB4_39;\n",
+    "setp.eq.s32 	%p31, %r53, 2;\n",
+    "@%p31 bra 	$L__BB4_36;\n",
+    "setp.ne.s32 	%p32, %r53, 3;\n",
+    "@%p32 bra 	$L__BB4_40;\n",
+    "shl.b64 	%rd89, %rd100, 2;\n",
+    "add.s64 	%rd90, %rd39, %rd89;\n",
+    "cvt.rn.f32.f64 	%f5, %fd44;\n",
+    "st.global.f32 	[%rd90], %f5;\n",
+    "bra.uni 	$L__BB4_41;\n",
     "$L__BB4_39:\n",
-    "st.global.u16 	[%rd37], %rs9;\n",
-    "bra.uni 	$L__BB4_42;\n",
-    "$L__BB4_41:\n",
-    "st.global.f64 	[%rd38], %fd63;\n",
-    "bra.uni 	$L__BB4_42;\n",
+    "cvt.rn.f32.f64 	%f6, %fd44;\n",
+    "cvt.rn.f16.f32 %rs5, %f6;\n",
+    "st.global.u16 	[%rd40], %rs5;\n",
+    "bra.uni 	$L__BB4_41;\n",
+    "$L__BB4_36:\n",
+    "cvt.rn.f32.f64 	%f1, %fd44;\n",
+    "setp.nan.f32 	%p33, %f1, %f1;\n",
+    "mov.u16 	%rs6, 32767;\n",
+    "@%p33 bra 	$L__BB4_38;\n",
+    "mov.b32 	%r54, %f1;\n",
+    "shr.u32 	%r55, %r54, 16;\n",
+    "and.b32  	%r56, %r55, 1;\n",
+    "add.s32 	%r57, %r54, %r56;\n",
+    "add.s32 	%r58, %r57, 32767;\n",
+    "shr.u32 	%r59, %r58, 16;\n",
+    "cvt.u16.u32 	%rs6, %r59;\n",
+    "$L__BB4_38:\n",
+    "st.global.u16 	[%rd40], %rs6;\n",
+    "bra.uni 	$L__BB4_41;\n",
+    "$L__BB4_40:\n",
+    "shl.b64 	%rd91, %rd100, 3;\n",
+    "add.s64 	%rd92, %rd39, %rd91;\n",
+    "st.global.f64 	[%rd92], %fd44;\n",
+    "bra.uni 	$L__BB4_41;\n",
     "}\n",
     NULL};
 
@@ -19502,13 +20126,14 @@ typedef struct nji_cuda {
     nji_driver driver;
     nji_jit jit;
     nji_device_facts facts;
-    int ordinal;           /* of the device */
+    int ordinal;          /* of the device */
     nji_cu_device device; /* the device's number and the driver's handle */
     char name[96];
     nji_cu_context context;
     int retained; /* the device's primary context is held by us */
     uint32_t flags;
     nji_module *modules; /* guarded by the ctx's lock */
+    int refuses;         /* the driver is too old for what this NVRTC makes: embedded PTX only */
 } nji_cuda;
 
 /* Kernels of a plan; NULL where the plan has no use for one. */
@@ -19516,10 +20141,10 @@ typedef struct nji_cuda_plan {
     nji_choice choice;
     nj_desc desc;
     size_t workspace_bytes;
-    nj_source rows_source, strided_source;
+    nj_source fast_source, strided_source;
     int arch_specific;
-    void *rows_first;  /* the rows kernel, or the split kernels' first */
-    void *rows_second; /* the split kernels' second */
+    void *fast_first;  /* the rows or tiles kernel, or the split kernels' first */
+    void *fast_second; /* the split kernels' second */
     void *strided, *strided_parts, *params_sum;
 } nji_cuda_plan;
 
@@ -19542,7 +20167,8 @@ static void nji_cuda_leave(const nji_cuda *cuda, int pushed) {
     if (pushed) cuda->driver.cuCtxPopCurrent(&popped);
 }
 
-static nj_status nji_cuda_attribute(const nji_cuda *cuda, int attribute, int *value, const char *call) {
+static nj_status nji_cuda_attribute(const nji_cuda *cuda, int attribute, int *value,
+                                    const char *call) {
     int result = cuda->driver.cuDeviceGetAttribute(value, attribute, cuda->device);
     return result == 0 ? NJ_OK
                        : nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetAttribute");
@@ -19556,8 +20182,8 @@ static nj_status nji_cuda_find_device(nji_cuda *cuda, const nj_ctx_desc *desc, c
     result = cuda->driver.cuDeviceGetCount(&count);
     if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetCount");
     if (desc->device >= count) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: the driver sees %d CUDA device(s)", call,
-                        (int)desc->device, count);
+        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: the driver sees %d CUDA device(s)",
+                        call, (int)desc->device, count);
     }
     cuda->ordinal = desc->device;
     result = cuda->driver.cuDeviceGet(&cuda->device, desc->device);
@@ -19567,13 +20193,14 @@ static nj_status nji_cuda_find_device(nji_cuda *cuda, const nj_ctx_desc *desc, c
     status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MAJOR, &major, call);
     if (status == NJ_OK) status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MINOR, &minor, call);
     if (status == NJ_OK) {
-        status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_MULTIPROCESSORS, &cuda->facts.multiprocessors,
-                                    call);
+        status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_MULTIPROCESSORS,
+                                    &cuda->facts.multiprocessors, call);
     }
     if (status != NJ_OK) return status;
     cuda->facts.arch = major * 10 + minor;
     if (cuda->facts.arch < NJI_LEAST_ARCH) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: %s is sm_%d: sm_%d or later is needed", call,
+        return nji_fail(NJ_UNSUPPORTED,
+                        "%s: desc.device = %d: %s is sm_%d: sm_%d or later is needed", call,
                         (int)desc->device, cuda->name, cuda->facts.arch, NJI_LEAST_ARCH);
     }
     return NJ_OK;
@@ -19589,7 +20216,8 @@ static nj_status nji_cuda_find_context(nji_cuda *cuda, const char *call) {
         return NJ_OK;
     }
     result = cuda->driver.cuDevicePrimaryCtxRetain(&cuda->context, cuda->device);
-    if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDevicePrimaryCtxRetain");
+    if (result != 0)
+        return nji_driver_fail(&cuda->driver, result, call, "cuDevicePrimaryCtxRetain");
     cuda->retained = 1;
     return NJ_OK;
 }
@@ -19626,9 +20254,10 @@ static nj_status nji_cuda_open(nji_cuda *cuda, const nj_ctx_desc *desc, const ch
 }
 
 static void nji_cuda_describe(const nji_cuda *cuda, char *text, size_t size) {
-    int used = snprintf(text, size, "CUDA device %d: %s (sm_%d, %d multiprocessors), driver %d.%d, ",
-                        cuda->ordinal, cuda->name, cuda->facts.arch, cuda->facts.multiprocessors,
-                        cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
+    int used =
+        snprintf(text, size, "CUDA device %d: %s (sm_%d, %d multiprocessors), driver %d.%d, ",
+                 cuda->ordinal, cuda->name, cuda->facts.arch, cuda->facts.multiprocessors,
+                 cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
     if (used < 0 || (size_t)used >= size) return;
     if (cuda->jit.has_nvrtc) {
         snprintf(text + used, size - (size_t)used, "NVRTC %d.%d", cuda->jit.nvrtc.major,
@@ -19651,8 +20280,8 @@ static nj_status nji_capture_fail(const char *call) {
 }
 
 /* Loads an image and adds it to the cache. */
-static nj_status nji_cuda_load(nji_cuda *cuda, const void *image, nji_module *module, const char *what,
-                               const char *call) {
+static nj_status nji_cuda_load(nji_cuda *cuda, const void *image, nji_module *module,
+                               const char *what, const char *call) {
     char log[2048];
     int option[2] = {NJI_CU_JIT_ERROR_LOG, NJI_CU_JIT_ERROR_LOG_BYTES};
     void *value[2];
@@ -19708,7 +20337,8 @@ static nj_status nji_cuda_compiled(nji_cuda *cuda, const nji_jit_request *reques
     status = nji_jit_image(&cuda->jit, request, &image, call);
     if (status != NJ_OK) return status;
     module = nji_new_module(key, NJ_SOURCE_NVRTC, call);
-    status = module ? nji_cuda_load(cuda, image.data, module, request->name, call) : NJ_OUT_OF_MEMORY;
+    status =
+        module ? nji_cuda_load(cuda, image.data, module, request->name, call) : NJ_OUT_OF_MEMORY;
     nji_image_free(&image);
     if (status != NJ_OK) {
         NJ_FREE(module);
@@ -19754,47 +20384,70 @@ static nj_status nji_cuda_function(const nji_cuda *cuda, const nji_module *modul
 
 /* ---- select --------------------------------------------------------------------------------- */
 
-/* Names of the rows kernels: [forward][split][which]. */
-static const char *nji_rows_kernel(const nji_choice *choice, int second) {
-    static const char *const name[2][2][2] = {
-        {{"nj_rows_backward", NULL}, {"nj_split_backward_sums", "nj_split_backward_write"}},
-        {{"nj_rows_forward", NULL}, {"nj_split_forward_sums", "nj_split_forward_write"}}};
-    return name[choice->forward][choice->family == NJI_SPLIT][second];
+/* The fast kernels of a family: names by [forward][which]. */
+typedef struct nji_fast_program {
+    const char *name;
+    const char *const *lines;
+    uint64_t hash;
+    const char *kernel[2][2];
+} nji_fast_program;
+
+static const nji_fast_program *nji_fast_program_of(const nji_choice *choice) {
+    static const nji_fast_program program[] = {
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
+         {{"nj_rows_backward", NULL}, {"nj_rows_forward", NULL}}},
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
+         {{"nj_split_backward_sums", "nj_split_backward_write"},
+          {"nj_split_forward_sums", "nj_split_forward_write"}}},
+        {"norm_tiles.cu",
+         nji_program_tiles,
+         NJI_PROGRAM_TILES_HASH,
+         {{"nj_tiles_backward", NULL}, {"nj_tiles_forward", NULL}}}};
+    return &program[choice->family];
 }
 
 static int nji_writes_full(const nj_desc *desc) {
     return desc->op == NJ_OP_LAYER_NORM_FORWARD || (desc->grads & NJ_GRAD_DX) != 0;
 }
 
-static nj_status nji_cuda_select_rows(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
+static nj_status nji_cuda_select_fast(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
                                       const char *call) {
+    const nji_fast_program *program = nji_fast_program_of(&plan->choice);
+    const char *const *kernel = program->kernel[plan->choice.forward];
     nji_options options;
     nji_jit_request request;
     const nji_module *module;
     nj_status status;
-    const char *second = nji_rows_kernel(&plan->choice, 1);
-    nji_rows_options(&plan->desc, cols, &plan->choice, &options);
-    request.name = "norm_rows.cu";
-    request.lines = nji_program_rows;
-    request.source_hash = NJI_PROGRAM_ROWS_HASH;
+    nji_fast_options(&plan->desc, cols, &plan->choice, &options);
+    request.name = program->name;
+    request.lines = program->lines;
+    request.source_hash = program->hash;
     request.options = options.list;
     request.option_count = options.count;
     request.arch = cuda->facts.arch;
     request.arch_specific = plan->arch_specific;
     status = nji_cuda_compiled(cuda, &request, &module, call);
     if (status != NJ_OK) return status;
-    plan->rows_source = module->source;
-    status = nji_cuda_function(cuda, module, nji_rows_kernel(&plan->choice, 0), &plan->rows_first, call);
-    if (status == NJ_OK && second && nji_writes_full(&plan->desc)) {
-        status = nji_cuda_function(cuda, module, second, &plan->rows_second, call);
+    plan->fast_source = module->source;
+    status = nji_cuda_function(cuda, module, kernel[0], &plan->fast_first, call);
+    if (status == NJ_OK && kernel[1] && nji_writes_full(&plan->desc)) {
+        status = nji_cuda_function(cuda, module, kernel[1], &plan->fast_second, call);
     }
     return status;
+}
+
+static int nji_cuda_compiles(const nji_cuda *cuda) {
+    return cuda->jit.has_nvrtc && !cuda->refuses;
 }
 
 static nj_status nji_cuda_select_strided(nji_cuda *cuda, nji_cuda_plan *plan, const char *call) {
     const nji_module *module;
     nj_status status;
-    if (cuda->jit.has_nvrtc) {
+    if (nji_cuda_compiles(cuda)) {
         nji_options options;
         nji_jit_request request;
         nji_strided_options(&plan->desc, &plan->choice, &options);
@@ -19825,27 +20478,55 @@ static nj_status nji_cuda_select_strided(nji_cuda *cuda, nji_cuda_plan *plan, co
     return status;
 }
 
+static nj_status nji_cuda_select_kernels(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
+                                         const char *call) {
+    nj_status status = NJ_OK;
+    if (nji_cuda_compiles(cuda) && plan->choice.family != NJI_STRIDED) {
+        status = nji_cuda_select_fast(cuda, plan, cols, call);
+    }
+    return status == NJ_OK ? nji_cuda_select_strided(cuda, plan, call) : status;
+}
+
+/* A driver older than NVRTC may refuse what that makes. The embedded PTX is for any driver. */
+static int nji_is_refusal(nj_status status) {
+    int error = nji_last.info.driver_error;
+    return status == NJ_DRIVER &&
+           (error == NJI_CU_NO_BINARY_FOR_GPU || error == NJI_CU_INVALID_PTX ||
+            error == NJI_CU_UNSUPPORTED_PTX_VERSION);
+}
+
+static nj_status nji_cuda_check_capture(const nji_cuda *cuda, const char *call) {
+    int capturing = NJI_CU_CAPTURE_NONE;
+    int result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
+    if (nji_is_capture_error(result) || capturing != NJI_CU_CAPTURE_NONE)
+        return nji_capture_fail(call);
+    return result == 0 ? NJ_OK
+                       : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
+}
+
 /* The caller holds the ctx's lock. */
 static nj_status nji_cuda_select(nji_cuda *cuda, const nj_desc *desc, int64_t rows, int64_t cols,
                                  const nj_preference *pref, nji_cuda_plan *plan, const char *call) {
-    int pushed, capturing = 0, result;
+    int pushed;
     nj_status status;
+    nji_error before = nji_last;
     memset(plan, 0, sizeof *plan);
     plan->desc = *desc;
     plan->arch_specific = pref->allow_arch_specific && cuda->facts.arch >= 90;
     status = nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
     if (status != NJ_OK) return status;
-    if (!cuda->jit.has_nvrtc) plan->choice.family = NJI_STRIDED;
     plan->workspace_bytes = (size_t)nji_workspace_of(&plan->choice);
     status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
-    result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
-    if (nji_is_capture_error(result) || capturing) status = nji_capture_fail(call);
-    else if (result != 0) status = nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
-    if (status == NJ_OK && plan->choice.family != NJI_STRIDED) {
-        status = nji_cuda_select_rows(cuda, plan, cols, call);
+    status = nji_cuda_check_capture(cuda, call);
+    if (status == NJ_OK) status = nji_cuda_select_kernels(cuda, plan, cols, call);
+    if (nji_is_refusal(status) && nji_cuda_compiles(cuda)) {
+        nji_note(&cuda->jit.log, NJ_LOG_WARNING, "using the embedded PTX: %s", nji_last.text);
+        nji_last = before;
+        cuda->refuses = 1;
+        plan->fast_first = plan->fast_second = NULL;
+        status = nji_cuda_select_strided(cuda, plan, call);
     }
-    if (status == NJ_OK) status = nji_cuda_select_strided(cuda, plan, call);
     nji_cuda_leave(cuda, pushed);
     return status;
 }
@@ -19865,17 +20546,19 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
         int ordinal = 0;
         if (views[i].empty) continue;
         if (cuda->driver.cuPointerGetAttribute(&type, NJI_CU_POINTER_MEMORY_TYPE, address) != 0) {
-            status = nji_fail(NJ_INVALID_ARGUMENT,
-                              "%s: args.%s.data = %p: host memory that the driver does not know: a CUDA "
-                              "plan needs device memory",
-                              call, views[i].name, views[i].data);
+            status =
+                nji_fail(NJ_INVALID_ARGUMENT,
+                         "%s: args.%s.data = %p: host memory that the driver does not know: a CUDA "
+                         "plan needs device memory",
+                         call, views[i].name, views[i].data);
         } else if (type == NJI_CU_MEMORY_DEVICE &&
-                   cuda->driver.cuPointerGetAttribute(&ordinal, NJI_CU_POINTER_DEVICE_ORDINAL, address) ==
-                       0 &&
+                   cuda->driver.cuPointerGetAttribute(&ordinal, NJI_CU_POINTER_DEVICE_ORDINAL,
+                                                      address) == 0 &&
                    ordinal != cuda->ordinal) {
-            status = nji_fail(NJ_INVALID_ARGUMENT,
-                              "%s: args.%s.data = %p: memory of device %d: the plan is for device %d", call,
-                              views[i].name, views[i].data, ordinal, cuda->ordinal);
+            status =
+                nji_fail(NJ_INVALID_ARGUMENT,
+                         "%s: args.%s.data = %p: memory of device %d: the plan is for device %d",
+                         call, views[i].name, views[i].data, ordinal, cuda->ordinal);
         }
     }
     nji_cuda_leave(cuda, pushed);
@@ -19884,12 +20567,12 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
 
 /* ---- run ------------------------------------------------------------------------------------ */
 
-/* Address and row strides allow accesses of `bytes`. */
-static int nji_is_aligned(const nji_problem *problem, const nji_operand *operand, int64_t bytes,
+/* Address and strides of `dims` dims allow accesses of `bytes`. */
+static int nji_is_aligned(const nji_operand *operand, int dims, int64_t bytes,
                           int64_t element_bytes) {
     int d;
     if ((uintptr_t)operand->data % (uintptr_t)bytes != 0) return 0;
-    for (d = 0; d < problem->row_dims; d++) {
+    for (d = 0; d < dims; d++) {
         if (operand->stride[d] * element_bytes % bytes != 0) return 0;
     }
     return 1;
@@ -19901,14 +20584,42 @@ static int nji_takes_rows(const nji_cuda_plan *plan, const nji_problem *problem,
     int64_t param_size = (int64_t)nj_dtype_size(plan->desc.param_dtype);
     int64_t bytes = plan->choice.vec * size;
     int64_t param_bytes = nji_min_i64(16, plan->choice.vec * param_size);
-    if (!plan->rows_first) return 0;
-    if (layout != NJ_LAYOUT_PACKED && layout != NJ_LAYOUT_PADDED_ROWS) return 0;
-    return nji_is_aligned(problem, &problem->x, bytes, size) &&
-           nji_is_aligned(problem, &problem->dy, bytes, size) &&
-           nji_is_aligned(problem, &problem->y, bytes, size) &&
-           nji_is_aligned(problem, &problem->dx, bytes, size) &&
-           nji_is_aligned(problem, &problem->gamma, param_bytes, param_size) &&
-           nji_is_aligned(problem, &problem->beta, param_bytes, param_size);
+    int dims = problem->row_dims;
+    return (layout == NJ_LAYOUT_PACKED || layout == NJ_LAYOUT_PADDED_ROWS) &&
+           nji_is_aligned(&problem->x, dims, bytes, size) &&
+           nji_is_aligned(&problem->dy, dims, bytes, size) &&
+           nji_is_aligned(&problem->y, dims, bytes, size) &&
+           nji_is_aligned(&problem->dx, dims, bytes, size) &&
+           nji_is_aligned(&problem->gamma, dims, param_bytes, param_size) &&
+           nji_is_aligned(&problem->beta, dims, param_bytes, param_size);
+}
+
+/* An operand whose last row dim is packed, and whose other strides keep accesses aligned. */
+static int nji_fits_tiles(const nji_problem *problem, const nji_operand *operand, int64_t vec,
+                          int64_t size) {
+    nji_operand outer = *operand;
+    if (!operand->data) return 1;
+    if (operand->stride[problem->row_dims - 1] != 1) return 0;
+    outer.stride[problem->row_dims - 1] = 0;
+    return nji_is_aligned(&outer, problem->row_dims + problem->col_dims, vec * size, size);
+}
+
+/* Whether the tiles kernels take these operands. */
+static int nji_takes_tiles(const nji_cuda_plan *plan, const nji_problem *problem,
+                           nj_layout layout) {
+    int64_t size = (int64_t)nj_dtype_size(plan->desc.dtype), vec = plan->choice.vec;
+    return layout == NJ_LAYOUT_CHANNELS_FIRST && problem->col_dims <= 1 &&
+           problem->extent[problem->row_dims - 1] % vec == 0 &&
+           nji_fits_tiles(problem, &problem->x, vec, size) &&
+           nji_fits_tiles(problem, &problem->dy, vec, size) &&
+           nji_fits_tiles(problem, &problem->y, vec, size) &&
+           nji_fits_tiles(problem, &problem->dx, vec, size);
+}
+
+static int nji_takes_fast(const nji_cuda_plan *plan, const nji_problem *problem, nj_layout layout) {
+    if (!plan->fast_first) return 0;
+    return plan->choice.family == NJI_TILES ? nji_takes_tiles(plan, problem, layout)
+                                            : nji_takes_rows(plan, problem, layout);
 }
 
 /* Grid and block of one launch; x alone is large. */
@@ -19926,31 +20637,29 @@ static nji_grid nji_grid_of(int64_t x, int64_t y, int block_x, int block_y) {
     return grid;
 }
 
-static nj_status nji_launch(const nji_cuda *cuda, void *function, const nji_grid *grid,
-                            nji_problem *problem, void *stream, const char *call) {
-    void *parameters[1];
-    int result;
-    parameters[0] = problem;
-    result = cuda->driver.cuLaunchKernel(function, (unsigned)grid->x, grid->y, 1, grid->block_x,
-                                         grid->block_y, 1, 0, stream, parameters, NULL);
-    return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuLaunchKernel");
+/* Graphs take dependent launches since CUDA 12.3. */
+static int nji_launches_dependently(const nji_cuda *cuda) {
+    return cuda->facts.arch >= 90 && cuda->driver.version >= 12030 && cuda->driver.cuLaunchKernelEx;
 }
 
-/* The same, but the kernel may start while its predecessor still runs, and waits for it by itself. */
-static nj_status nji_launch_dependent(const nji_cuda *cuda, void *function, const nji_grid *grid,
-                                      nji_problem *problem, void *stream, const char *call) {
+/* Where the device can, a kernel may take its place while its predecessor still runs; it waits for
+   it by itself (nji_begin in ptx_src/nj_device.cuh). */
+static nj_status nji_launch(const nji_cuda *cuda, nji_cu_function function, const nji_grid *grid,
+                            nji_problem *problem, void *stream, const char *call) {
     nji_cu_launch_attribute attribute;
     nji_cu_launch_config config;
     void *parameters[1];
     int result;
-    if (!cuda->driver.cuLaunchKernelEx || cuda->facts.arch < 90) {
-        return nji_launch(cuda, function, grid, problem, stream, call);
-    }
     parameters[0] = problem;
+    if (!nji_launches_dependently(cuda)) {
+        result = cuda->driver.cuLaunchKernel(function, (unsigned)grid->x, grid->y, 1, grid->block_x,
+                                             grid->block_y, 1, 0, stream, parameters, NULL);
+        return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuLaunchKernel");
+    }
     memset(&attribute, 0, sizeof attribute);
-    memset(&config, 0, sizeof config);
     attribute.id = NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION;
     attribute.value.programmatic_serialization = 1;
+    memset(&config, 0, sizeof config);
     config.grid_x = (unsigned)grid->x;
     config.grid_y = grid->y;
     config.grid_z = 1;
@@ -19968,34 +20677,43 @@ static nj_status nji_launch_params_sum(const nji_cuda *cuda, const nji_cuda_plan
                                        nji_problem *problem, void *stream, const char *call) {
     unsigned grads = plan->desc.grads;
     int64_t wanted = ((grads & NJ_GRAD_DGAMMA) != 0) + ((grads & NJ_GRAD_DBETA) != 0);
-    nji_grid grid = nji_grid_of(nji_ceil_div(problem->cols, 32), wanted, 32, NJI_SUM_LANES);
-    return nji_launch_dependent(cuda, plan->params_sum, &grid, problem, stream, call);
+    int lanes = nji_power_of_two_above((int)nji_clamp(problem->parts / 4, 1, NJI_SUM_LANES));
+    nji_grid grid = nji_grid_of(nji_ceil_div(problem->cols, 32), wanted, 32, lanes);
+    return nji_launch(cuda, plan->params_sum, &grid, problem, stream, call);
 }
 
-/* Rows or split kernels, and the sum of the parts between them. */
-static nj_status nji_run_rows(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
+/* Groups of rows that the blocks of the fast kernels take one by one. */
+static int64_t nji_fast_blocks(const nji_choice *choice, const nji_problem *problem) {
+    int64_t run =
+        choice->family == NJI_TILES ? problem->extent[problem->row_dims - 1] : problem->rows;
+    return problem->rows / run * nji_ceil_div(run, nji_block_rows(choice));
+}
+
+/* Fast kernels, and the sum of the parts between them. */
+static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
                               void *stream, const char *call) {
     const nji_choice *choice = &plan->choice;
-    int64_t blocks = nji_ceil_div(problem->rows, nji_block_rows(choice));
+    int64_t blocks = nji_fast_blocks(choice, problem);
     int64_t most = INT32_MAX / choice->slices; /* whole clusters */
     nji_grid all = nji_grid_of(nji_min_i64(blocks, most) * choice->slices, 1, choice->threads, 1);
     nji_grid first = all;
     nj_status status;
     if (choice->parts > 0) first.x = (int64_t)choice->parts * choice->slices;
     problem->parts = choice->parts;
-    status = nji_launch(cuda, plan->rows_first, &first, problem, stream, call);
+    status = nji_launch(cuda, plan->fast_first, &first, problem, stream, call);
     if (status == NJ_OK && plan->params_sum) {
         status = nji_launch_params_sum(cuda, plan, problem, stream, call);
     }
-    if (status == NJ_OK && plan->rows_second) {
-        status = nji_launch(cuda, plan->rows_second, &all, problem, stream, call);
+    if (status == NJ_OK && plan->fast_second) {
+        status = nji_launch(cuda, plan->fast_second, &all, problem, stream, call);
     }
     return status;
 }
 
 /* The parts first: dx may take the place of x or dy. */
-static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
-                                 int rows_fast, void *stream, const char *call) {
+static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                                 nji_problem *problem, int rows_fast, void *stream,
+                                 const char *call) {
     nj_status status = NJ_OK;
     nji_grid grid;
     problem->rows_fast = rows_fast;
@@ -20012,7 +20730,8 @@ static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan
     if (status == NJ_OK && plan->strided && problem->rows > 0 &&
         (problem->cols > 0 || plan->choice.forward)) {
         problem->row_lanes = nji_strided_row_lanes(problem->cols, rows_fast);
-        grid = nji_grid_of(nji_ceil_div(problem->rows, problem->row_lanes), 1, NJI_STRIDED_THREADS, 1);
+        grid =
+            nji_grid_of(nji_ceil_div(problem->rows, problem->row_lanes), 1, NJI_STRIDED_THREADS, 1);
         status = nji_launch(cuda, plan->strided, &grid, problem, stream, call);
     }
     return status;
@@ -20025,28 +20744,29 @@ static nj_status nji_cuda_run(const nji_cuda *cuda, const nji_cuda_plan *plan, n
     nj_status status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
     if (problem->partial) problem->sums = (char *)problem->partial + nji_sums_offset(&plan->choice);
-    if (problem->rows > 0 && nji_takes_rows(plan, problem, layout)) {
-        status = nji_run_rows(cuda, plan, problem, stream, call);
+    if (problem->rows > 0 && nji_takes_fast(plan, problem, layout)) {
+        status = nji_run_fast(cuda, plan, problem, stream, call);
     } else {
-        status = nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
+        status =
+            nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
     }
     nji_cuda_leave(cuda, pushed);
     return status;
 }
 
-static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan, const nji_problem *problem,
-                         nj_sku *out) {
-    int takes_rows = nji_takes_rows(plan, problem, (nj_layout)out->layout);
-    const char *kernel = takes_rows ? nji_rows_kernel(&plan->choice, 0)
+static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                         const nji_problem *problem, nj_sku *out) {
+    int fast = nji_takes_fast(plan, problem, (nj_layout)out->layout);
+    const char *kernel = fast ? nji_fast_program_of(&plan->choice)->kernel[plan->choice.forward][0]
                          : plan->choice.forward ? "nj_strided_forward"
                          : plan->strided        ? "nj_strided_backward"
                                                 : "nj_strided_parts";
     int size = (int)nj_dtype_size(plan->desc.dtype);
     out->arch = cuda->facts.arch;
     out->arch_specific = plan->arch_specific;
-    out->source = (int32_t)(takes_rows ? plan->rows_source : plan->strided_source);
-    out->threads = takes_rows ? plan->choice.threads : NJI_STRIDED_THREADS;
-    out->vector_bytes = takes_rows ? plan->choice.vec * size : size;
+    out->source = (int32_t)(fast ? plan->fast_source : plan->strided_source);
+    out->threads = fast ? plan->choice.threads : NJI_STRIDED_THREADS;
+    out->vector_bytes = fast ? plan->choice.vec * size : size;
     snprintf(out->kernel, sizeof out->kernel, "%s", kernel);
 }
 
@@ -20079,14 +20799,15 @@ static int nji_is_forward(const nj_desc *desc) {
 
 static nj_status nji_check_types(nj_desc *desc, const char *call) {
     if (!nj_dtype_size(desc->dtype)) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.dtype = %d: must be NJ_F16, BF16, F32 or F64",
-                        call, (int)desc->dtype);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.dtype = %d: must be NJ_F16, BF16, F32 or F64", call,
+                        (int)desc->dtype);
     }
     if (desc->param_dtype == NJ_DTYPE_UNSET) desc->param_dtype = desc->dtype;
     if (!nj_dtype_size(desc->param_dtype)) {
         return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: desc.param_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (dtype)", call,
-                        (int)desc->param_dtype);
+                        "%s: desc.param_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (dtype)",
+                        call, (int)desc->param_dtype);
     }
     if (desc->param_dtype == NJ_F64 && desc->dtype != NJ_F64) {
         return nji_fail(NJ_UNSUPPORTED, "%s: desc.param_dtype = NJ_F64: needs dtype NJ_F64", call);
@@ -20095,14 +20816,16 @@ static nj_status nji_check_types(nj_desc *desc, const char *call) {
         desc->stat_dtype = desc->dtype == NJ_F64 ? NJ_F64 : NJ_F32;
     }
     if (!nj_dtype_size(desc->stat_dtype)) {
-        return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: desc.stat_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (f32; f64 for f64)",
-                        call, (int)desc->stat_dtype);
+        return nji_fail(
+            NJ_INVALID_ARGUMENT,
+            "%s: desc.stat_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (f32; f64 for f64)",
+            call, (int)desc->stat_dtype);
     }
     if (desc->stat_dtype != desc->dtype && (desc->stat_dtype != NJ_F32 || desc->dtype == NJ_F64)) {
-        return nji_fail(NJ_UNSUPPORTED,
-                        "%s: desc.stat_dtype = %d: must be dtype (%d), or NJ_F32 with a narrower dtype",
-                        call, (int)desc->stat_dtype, (int)desc->dtype);
+        return nji_fail(
+            NJ_UNSUPPORTED,
+            "%s: desc.stat_dtype = %d: must be dtype (%d), or NJ_F32 with a narrower dtype", call,
+            (int)desc->stat_dtype, (int)desc->dtype);
     }
     return NJ_OK;
 }
@@ -20110,17 +20833,19 @@ static nj_status nji_check_types(nj_desc *desc, const char *call) {
 static nj_status nji_check_grads(nj_desc *desc, const char *call) {
     const unsigned all = NJ_GRAD_DX | NJ_GRAD_DGAMMA | NJ_GRAD_DBETA;
     if (desc->grads & ~all) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.grads = 0x%x: only NJ_GRAD_* bits may be set",
-                        call, (unsigned)desc->grads);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.grads = 0x%x: only NJ_GRAD_* bits may be set", call,
+                        (unsigned)desc->grads);
     }
     if (desc->accumulate & ~all) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.accumulate = 0x%x: only NJ_GRAD_* bits may be set",
-                        call, (unsigned)desc->accumulate);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.accumulate = 0x%x: only NJ_GRAD_* bits may be set", call,
+                        (unsigned)desc->accumulate);
     }
     if (nji_is_forward(desc)) {
         if (desc->grads | desc->accumulate) {
-            return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.%s = 0x%x: a forward has no gradients", call,
-                            desc->grads ? "grads" : "accumulate",
+            return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.%s = 0x%x: a forward has no gradients",
+                            call, desc->grads ? "grads" : "accumulate",
                             (unsigned)(desc->grads ? desc->grads : desc->accumulate));
         }
         return NJ_OK;
@@ -20138,8 +20863,8 @@ static nj_status nji_check_grads(nj_desc *desc, const char *call) {
                         (unsigned)desc->grads);
     }
     if (desc->accumulate & ~desc->grads) {
-        return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.accumulate = 0x%x: not all in grads (0x%x)", call,
-                        (unsigned)desc->accumulate, (unsigned)desc->grads);
+        return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.accumulate = 0x%x: not all in grads (0x%x)",
+                        call, (unsigned)desc->accumulate, (unsigned)desc->grads);
     }
     return NJ_OK;
 }
@@ -20164,8 +20889,8 @@ static nj_status nji_check_desc(nj_desc *desc, int64_t *rows, int64_t *cols, con
     status = nji_check_types(desc, call);
     if (status != NJ_OK) return status;
     if (nji_is_forward(desc) && !(desc->eps >= 0 && desc->eps <= DBL_MAX)) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.eps = %g: must be finite and 0 or more", call,
-                        desc->eps);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.eps = %g: must be finite and 0 or more",
+                        call, desc->eps);
     }
     return nji_check_grads(desc, call);
 }
@@ -20178,22 +20903,22 @@ typedef struct nji_views {
     int guide; /* the output of x's shape, else dy */
 } nji_views;
 
-#define NJI_VIEW(set, args, field, kind_of, type_of, is_written) \
-    do { \
-        nji_view *added = &(set)->view[(set)->count++]; \
-        added->name = #field; \
-        added->data = (void *)(uintptr_t)(args)->field.data; \
-        added->shape = (args)->field.shape; \
-        added->stride = (args)->field.stride; \
-        added->offset = (args)->field.offset; \
-        added->count = (args)->field.count; \
-        added->rank = (args)->field.rank; \
-        added->kind = (kind_of); \
-        added->dtype = (type_of); \
-        added->size = (int32_t)nj_dtype_size(type_of); \
-        added->writable = (is_written); \
-        added->empty = 0; \
-        added->slot = offsetof(nji_problem, field); \
+#define NJI_VIEW(set, args, field, kind_of, type_of, is_written)                                   \
+    do {                                                                                           \
+        nji_view *added = &(set)->view[(set)->count++];                                            \
+        added->name = #field;                                                                      \
+        added->data = (void *)(uintptr_t)(args)->field.data;                                       \
+        added->shape = (args)->field.shape;                                                        \
+        added->stride = (args)->field.stride;                                                      \
+        added->offset = (args)->field.offset;                                                      \
+        added->count = (args)->field.count;                                                        \
+        added->rank = (args)->field.rank;                                                          \
+        added->kind = (kind_of);                                                                   \
+        added->dtype = (type_of);                                                                  \
+        added->size = (int32_t)nj_dtype_size(type_of);                                             \
+        added->writable = (is_written);                                                            \
+        added->empty = 0;                                                                          \
+        added->slot = offsetof(nji_problem, field);                                                \
     } while (0)
 
 /* Lists the operands that the descriptor uses; what it does not use is not looked at. */
@@ -20241,8 +20966,8 @@ static nj_status nji_check_args(const nj_plan *plan, const nj_args *args, nji_vi
     return nji_cuda_check_operands(&plan->ctx->cuda, set->view, set->count, call);
 }
 
-static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set, const void *workspace,
-                                     size_t size, const char *call) {
+static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set,
+                                     const void *workspace, size_t size, const char *call) {
     const uintptr_t alignment = plan->backend == NJ_BACKEND_CUDA ? 256 : 16;
     const uintptr_t first = (uintptr_t)workspace;
     int i;
@@ -20257,8 +20982,8 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set, 
                               plan->workspace_bytes);
     }
     if (first % alignment != 0) {
-        return nji_fail(NJ_MISALIGNED_OPERAND, "%s: workspace = %p: must be a multiple of %d bytes", call,
-                        workspace, (int)alignment);
+        return nji_fail(NJ_MISALIGNED_OPERAND, "%s: workspace = %p: must be a multiple of %d bytes",
+                        call, workspace, (int)alignment);
     }
     for (i = 0; i < set->count; i++) {
         const nji_view *view = &set->view[i];
@@ -20266,8 +20991,8 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set, 
             nji_first_byte(view) >= first + plan->workspace_bytes) {
             continue;
         }
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: workspace overlaps args.%s: it must be apart", call,
-                        view->name);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: workspace overlaps args.%s: it must be apart",
+                        call, view->name);
     }
     return NJ_OK;
 }
@@ -20306,17 +21031,17 @@ static void nji_ctx_release(nj_ctx *ctx) {
 
 static nj_status nji_check_ctx_desc(const nj_ctx_desc *desc, const char *call) {
     if (desc->device < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.device = %d: a device ordinal is 0 or more", call,
-                        (int)desc->device);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.device = %d: a device ordinal is 0 or more",
+                        call, (int)desc->device);
     }
     if (desc->flags & ~(uint32_t)(NJ_CTX_CHECK_POINTERS | NJ_CTX_FALLBACK_PTX)) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.flags = 0x%x: only NJ_CTX_* bits may be set", call,
-                        (unsigned)desc->flags);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.flags = 0x%x: only NJ_CTX_* bits may be set",
+                        call, (unsigned)desc->flags);
     }
     if (desc->backend != NJ_BACKEND_AUTO && desc->backend != NJ_BACKEND_CUDA &&
         desc->backend != NJ_BACKEND_HOST) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.backend = %d: must be one of NJ_BACKEND_*", call,
-                        (int)desc->backend);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.backend = %d: must be one of NJ_BACKEND_*",
+                        call, (int)desc->backend);
     }
     return NJ_OK;
 }
@@ -20386,7 +21111,8 @@ NJ_API const char *nj_ctx_info(const nj_ctx *ctx) {
 
 NJ_API nj_status nj_ctx_cache_stats(nj_ctx *ctx, nj_cache_stats *out) {
     static const char call[] = "nj_ctx_cache_stats";
-    if (!out) return nji_fail(NJ_INVALID_ARGUMENT, "%s: out = NULL: nowhere to put the counts", call);
+    if (!out)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: out = NULL: nowhere to put the counts", call);
     memset(out, 0, sizeof *out);
     if (!ctx) return nji_fail(NJ_INVALID_ARGUMENT, "%s: ctx = NULL: a ctx is required", call);
     nji_lock_enter(&ctx->lock);
@@ -20406,7 +21132,8 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size) {
 #endif
     size_t i;
     if (!buffer) return nji_fail(NJ_INVALID_ARGUMENT, "%s: buffer = NULL: nowhere to put it", call);
-    if (!size) return nji_fail(NJ_INVALID_ARGUMENT, "%s: size = 0: no room for the end of text", call);
+    if (!size)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: size = 0: no room for the end of text", call);
     buffer[0] = 0;
     for (i = 0; i < sizeof variable / sizeof variable[0]; i++) {
         const char *root = getenv(variable[i]);
@@ -20414,8 +21141,8 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size) {
         if (!root || !root[0]) continue;
         needed = strlen(root) + strlen(suffix[i]) + 1;
         if (needed > size) {
-            return nji_fail_sized(NJ_BUFFER_TOO_SMALL, needed, size, "%s: size = %zu: needs %zu bytes",
-                                  call, size, needed);
+            return nji_fail_sized(NJ_BUFFER_TOO_SMALL, needed, size,
+                                  "%s: size = %zu: needs %zu bytes", call, size, needed);
         }
         snprintf(buffer, size, "%s%s", root, suffix[i]);
         return NJ_OK;
@@ -20429,11 +21156,13 @@ static nj_status nji_check_preference(const nj_ctx *ctx, const nj_preference *pr
                                       nj_backend *backend, const char *call) {
     *backend = pref->prefer_backend == NJ_BACKEND_AUTO ? ctx->backend : pref->prefer_backend;
     if (*backend != NJ_BACKEND_CUDA && *backend != NJ_BACKEND_HOST) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: pref.prefer_backend = %d: must be one of NJ_BACKEND_*",
-                        call, (int)pref->prefer_backend);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: pref.prefer_backend = %d: must be one of NJ_BACKEND_*", call,
+                        (int)pref->prefer_backend);
     }
     if (*backend == NJ_BACKEND_CUDA && ctx->backend != NJ_BACKEND_CUDA) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: pref.prefer_backend = CUDA: the ctx is a host ctx", call);
+        return nji_fail(NJ_UNSUPPORTED, "%s: pref.prefer_backend = CUDA: the ctx is a host ctx",
+                        call);
     }
     return NJ_OK; /* every kernel is deterministic and batch-invariant: those demands are met */
 }
@@ -20441,13 +21170,14 @@ static nj_status nji_check_preference(const nj_ctx *ctx, const nj_preference *pr
 static nj_status nji_select_host(nj_plan *plan, const nj_preference *pref, const char *call) {
     int64_t bytes = nji_host_workspace(&plan->desc, plan->rows, plan->cols);
     if (bytes < 0 || (uint64_t)bytes > SIZE_MAX) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.shape: the workspace would overflow size_t", call);
+        return nji_fail(NJ_UNSUPPORTED, "%s: desc.shape: the workspace would overflow size_t",
+                        call);
     }
     if (pref->max_workspace_bytes && (uint64_t)bytes > pref->max_workspace_bytes) {
-        return nji_fail_sized(NJ_UNSUPPORTED, (uint64_t)bytes, pref->max_workspace_bytes,
-                              "%s: pref.max_workspace_bytes = %llu: the host backend needs %llu bytes",
-                              call, (unsigned long long)pref->max_workspace_bytes,
-                              (unsigned long long)bytes);
+        return nji_fail_sized(
+            NJ_UNSUPPORTED, (uint64_t)bytes, pref->max_workspace_bytes,
+            "%s: pref.max_workspace_bytes = %llu: the host backend needs %llu bytes", call,
+            (unsigned long long)pref->max_workspace_bytes, (unsigned long long)bytes);
     }
     plan->workspace_bytes = (size_t)bytes;
     return NJ_OK;
@@ -20462,7 +21192,8 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
     if (!out) return nji_fail(NJ_INVALID_ARGUMENT, "%s: out = NULL: nowhere to put the plan", call);
     *out = NULL;
     if (!ctx) return nji_fail(NJ_INVALID_ARGUMENT, "%s: ctx = NULL: a ctx is required", call);
-    if (!desc) return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
+    if (!desc)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
     memset(&no_demands, 0, sizeof no_demands);
     if (!pref) pref = &no_demands;
     plan = (nj_plan *)NJ_MALLOC(sizeof *plan);
@@ -20471,10 +21202,12 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
     plan->desc = *desc;
     status = nji_check_desc(&plan->desc, &plan->rows, &plan->cols, call);
     if (status == NJ_OK) status = nji_check_preference(ctx, pref, &plan->backend, call);
-    if (status == NJ_OK && plan->backend == NJ_BACKEND_HOST) status = nji_select_host(plan, pref, call);
+    if (status == NJ_OK && plan->backend == NJ_BACKEND_HOST)
+        status = nji_select_host(plan, pref, call);
     if (status == NJ_OK && plan->backend == NJ_BACKEND_CUDA) {
         nji_lock_enter(&ctx->lock);
-        status = nji_cuda_select(&ctx->cuda, &plan->desc, plan->rows, plan->cols, pref, &plan->cuda, call);
+        status = nji_cuda_select(&ctx->cuda, &plan->desc, plan->rows, plan->cols, pref, &plan->cuda,
+                                 call);
         nji_lock_leave(&ctx->lock);
         plan->workspace_bytes = plan->cuda.workspace_bytes;
     }
@@ -20551,7 +21284,8 @@ NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *o
         if (status != NJ_OK) return status;
         nji_bind(plan, &set, &problem);
     } else {
-        if (!plan) return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
+        if (!plan)
+            return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
         nji_bind_packed(plan, &problem);
     }
     out->op = (int32_t)plan->desc.op;
@@ -20608,11 +21342,13 @@ static nj_status nji_desc_shape(const nj_desc *desc, nji_kind kind, int32_t *ran
     return status;
 }
 
-NJ_API nj_status nj_desc_stat_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]) {
+NJ_API nj_status nj_desc_stat_shape(const nj_desc *desc, int32_t *rank,
+                                    int64_t shape[NJ_MAX_RANK]) {
     return nji_desc_shape(desc, NJI_STAT, rank, shape, "nj_desc_stat_shape");
 }
 
-NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]) {
+NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank,
+                                     int64_t shape[NJ_MAX_RANK]) {
     return nji_desc_shape(desc, NJI_PARAM, rank, shape, "nj_desc_param_shape");
 }
 

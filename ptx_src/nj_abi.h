@@ -28,9 +28,10 @@ typedef struct nji_problem {
     int reserved;
 } nji_problem;
 
-/* Threads of a block of the strided kernels, and lanes over parts of the kernel that adds them. */
+/* Threads of a block of the strided kernels, and most lanes over parts of the kernel that adds
+ * them. */
 #define NJI_STRIDED_THREADS 256
-#define NJI_SUM_LANES 16
+#define NJI_SUM_LANES 32
 
 /* Both compilers must lay it out alike; each asserts this size. */
 #define NJI_PROBLEM_BYTES 864

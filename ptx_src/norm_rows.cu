@@ -1,17 +1,17 @@
 // Rows of unit-stride columns, kept in registers between the sums and the result: x and dy are read
 // from memory once.
 //
-// Mapping. A row is cut in NJI_SLICES slices, a block works on one slice; within it NJI_LANES threads
-// share a row, each with NJI_CHUNKS packs of NJI_VEC columns, a lane apart. Up to 32 lanes lie within a
-// warp, and a block works on several rows; more lanes are the whole block and one row.
-// Slices meet in a cluster (NJI_CLUSTER), or through the workspace in a second kernel (split kernels).
-// Blocks walk over rows with a stride of the grid; with NJI_PREFETCH they load the next row while they
-// work on one.
-// No atomics; the order of every sum is fixed. Offsets are 64-bit.
+// Mapping. A row is cut in NJI_SLICES slices, a block works on one slice; within it NJI_LANES
+// threads share a row, each with NJI_CHUNKS packs of NJI_VEC columns, a lane apart. Up to 32 lanes
+// lie within a warp, and a block works on several rows; more lanes are the whole block and one row.
+// Slices meet in a cluster (NJI_CLUSTER), or through the workspace in a second kernel (split
+// kernels). Blocks walk over rows with a stride of the grid; with NJI_PREFETCH they load the next
+// row while they work on one. No atomics; the order of every sum is fixed. Offsets are 64-bit.
 //
 // The build defines, beside the types: NJI_COLS, NJI_VEC, NJI_LANES, NJI_CHUNKS, NJI_THREADS,
-// NJI_SLICES, NJI_CLUSTER (0 or 1), NJI_BLOCKS (per multiprocessor, at least), NJI_P (parameter type),
-// NJI_PREFETCH, NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
+// NJI_SLICES, NJI_CLUSTER (0 or 1), NJI_BLOCKS (per multiprocessor, at least), NJI_P (parameter
+// type), NJI_PREFETCH (0 or 1), NJI_AHEAD (rows that the L2 cache is asked for in advance),
+// NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
 
 #define NJI_ROWS (NJI_THREADS / NJI_LANES) // rows that a block works on
 #define NJI_WARPS ((NJI_LANES + 31) / 32)  // warps that share a row
@@ -127,8 +127,8 @@ NJI_INLINE void nji_row_sums(nji_real &a, nji_real &b, int &turn) {
 #endif
 }
 
-// A block's shared memory may be written by its peers only between its start and its end: all blocks of
-// a cluster meet at both.
+// A block's shared memory may be written by its peers only between its start and its end: all
+// blocks of a cluster meet at both.
 NJI_INLINE void nji_meet() {
 #if NJI_CLUSTER
     nji_cluster_sync();
@@ -144,9 +144,9 @@ NJI_INLINE nji_real nji_slice_cols(int slice) {
     return (nji_real)(left < NJI_WIDTH ? left : NJI_WIDTH);
 }
 
-// Mean and sum of squared deviations of `count` columns. Two passes over registers: one pass cancels
-// when |mean| >> std. The mean comes as center + shift: center is the sum's rounded mean, shift what
-// rounding lost.
+// Mean and sum of squared deviations of `count` columns. Two passes over registers: one pass
+// cancels when |mean| >> std. The mean comes as center + shift: center is the sum's rounded mean,
+// shift what rounding lost.
 NJI_INLINE void nji_moments(const nji_place &place, const nji_pack_x x[NJI_CHUNKS], nji_real count,
                             nji_real &center, nji_real &shift, nji_real &squares, int &turn) {
     nji_real sum = 0, unused = 0;
@@ -218,6 +218,7 @@ NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i6
 
 // y, mean, rstd. One row for each NJI_LANES threads of each cluster; rows >= 1; y may be x.
 NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     int turn = 0;
     nji_meet();
@@ -240,6 +241,7 @@ NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {
 
 // First of two: mean and sum of squared deviations of each slice of each row, to the workspace.
 NJI_KERNEL nj_split_forward_sums(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     nji_real *sums = (nji_real *)p.sums;
     int turn = 0;
@@ -258,6 +260,7 @@ NJI_KERNEL nj_split_forward_sums(NJI_PARAMETER p) {
 // Second of two: the slices' moments are joined (Chan, Golub, LeVeque 1983) in order, by every
 // thread; then y.
 NJI_KERNEL nj_split_forward_write(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     for (nji_i64 row = place.first; row < p.rows; row += place.step) {
         const nji_real *sums = (const nji_real *)p.sums + row * NJI_SLICES * 2;
@@ -314,6 +317,18 @@ NJI_INLINE void nji_load(const nji_problem &p, const nji_place &place, nji_i64 r
         out.mean = out.rstd = 0;
         out.out = 0;
     }
+}
+
+// Asks the L2 cache for the slice of a row that is worked on some steps later.
+NJI_INLINE void nji_fetch_ahead(const nji_problem &p, const nji_place &place, nji_i64 row) {
+    if (NJI_AHEAD == 0 || place.lane != 0) return;
+    row += NJI_AHEAD * place.step;
+    if (row >= p.rows) return;
+    const nji_offsets at = nji_row_offsets(p, p.dx, row);
+    const int first = place.slice * NJI_WIDTH;
+    const int count = NJI_COLS - first < NJI_WIDTH ? NJI_COLS - first : NJI_WIDTH;
+    nji_fetch((const NJI_X *)p.dy.data + at.dy + first, count * (int)sizeof(NJI_X));
+    if (NJI_WANT_X) nji_fetch((const NJI_X *)p.x.data + at.x + first, count * (int)sizeof(NJI_X));
 }
 
 struct nji_gradients {
@@ -385,7 +400,8 @@ NJI_INLINE void nji_write_dx(const nji_problem &p, const nji_place &place, const
 // The block's rows are added, in a fixed order, and become one part of the workspace.
 NJI_INLINE void nji_write_part(const nji_problem &p, const nji_place &place,
                                nji_real gradient[NJI_CHUNKS][NJI_VEC], int which) {
-    nji_real *to = (nji_real *)p.partial + ((nji_i64)(blockIdx.x / NJI_SLICES) * 2 + which) * NJI_COLS;
+    const nji_i64 part = blockIdx.x / NJI_SLICES;
+    nji_real *to = (nji_real *)p.partial + (part * 2 + which) * NJI_COLS;
 #if NJI_ROWS > 1
     __shared__ nji_real total[NJI_WIDTH];
 #pragma unroll
@@ -423,7 +439,6 @@ NJI_INLINE void nji_write_part(const nji_problem &p, const nji_place &place,
 
 NJI_INLINE void nji_write_parts(const nji_problem &p, const nji_place &place,
                                 nji_gradients &gradients) {
-    nji_release_next();
     if (NJI_WANT_DGAMMA) nji_write_part(p, place, gradients.gamma, 0);
     if (NJI_WANT_DBETA) nji_write_part(p, place, gradients.beta, 1);
 }
@@ -442,6 +457,7 @@ NJI_INLINE void nji_start(const nji_problem &p, const nji_place &place,
 
 // dx and one part of the parameter gradients for each cluster; rows >= 1; dx may be x or dy.
 NJI_KERNEL nj_rows_backward(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     nji_real gamma[NJI_CHUNKS][NJI_VEC];
     nji_gradients gradients;
@@ -453,6 +469,7 @@ NJI_KERNEL nj_rows_backward(NJI_PARAMETER p) {
     for (nji_i64 base = place.first; base < p.rows; base += place.step) {
         const nji_i64 at = base + place.group;
         nji_real sum_g, sum_gx;
+        nji_fetch_ahead(p, place, at);
         if (!NJI_PREFETCH) nji_load(p, place, at, next);
         const nji_row row = next;
         if (NJI_PREFETCH && base + place.step < p.rows) nji_load(p, place, at + place.step, next);
@@ -470,6 +487,7 @@ NJI_KERNEL nj_rows_backward(NJI_PARAMETER p) {
 
 // First of two: the sums of each slice of each row to the workspace, and the parts.
 NJI_KERNEL nj_split_backward_sums(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     nji_real gamma[NJI_CHUNKS][NJI_VEC];
     nji_real *sums = (nji_real *)p.sums;
@@ -480,6 +498,7 @@ NJI_KERNEL nj_split_backward_sums(NJI_PARAMETER p) {
     nji_start(p, place, gamma, gradients);
     for (nji_i64 at = place.first; at < p.rows; at += place.step) {
         nji_real sum_g, sum_gx;
+        nji_fetch_ahead(p, place, at);
         if (!NJI_PREFETCH) nji_load(p, place, at, next);
         const nji_row row = next;
         if (NJI_PREFETCH && at + place.step < p.rows) nji_load(p, place, at + place.step, next);
@@ -497,6 +516,7 @@ NJI_KERNEL nj_split_backward_sums(NJI_PARAMETER p) {
 
 // Second of two: dx. Every thread adds the slices' sums, in order.
 NJI_KERNEL nj_split_backward_write(NJI_PARAMETER p) {
+    nji_begin();
     const nji_place place = nji_my_place();
     nji_real gamma[NJI_CHUNKS][NJI_VEC];
     if (NJI_HAS_GAMMA) nji_load_params(p.gamma, place, gamma);

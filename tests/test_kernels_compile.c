@@ -118,21 +118,22 @@ static long most_stack(int arch, int64_t cols, const nji_choice *choice) {
 /* The strided kernels wait for memory, not for a register more. */
 #define MOST_STRIDED_STACK 16
 
-static void compile_rows(const nj_desc *desc, int64_t cols, const nji_choice *choice, int arch,
+static void compile_fast(const nj_desc *desc, int64_t cols, const nji_choice *choice, int arch,
                          kernel_report *report) {
     static const char *const op[] = {"?", "forward", "backward"};
+    const nji_fast_program *program = nji_fast_program_of(choice);
     nji_jit_request request;
     nji_options options;
     char what[160];
     memset(&request, 0, sizeof request);
-    request.name = "norm_rows.cu";
-    request.lines = nji_program_rows;
-    request.source_hash = NJI_PROGRAM_ROWS_HASH;
+    request.name = program->name;
+    request.lines = program->lines;
+    request.source_hash = program->hash;
     request.arch = arch;
     snprintf(what, sizeof what, "sm_%d %s dtype %d params %d cols %lld grads %u vec %d", arch,
              op[desc->op], (int)desc->dtype, (int)desc->param_dtype, (long long)cols,
              (unsigned)desc->grads, choice->vec);
-    nji_rows_options(desc, cols, choice, &options);
+    nji_fast_options(desc, cols, choice, &options);
     compile(&request, &options, what, report);
     assert_int_equal(report->kernels, choice->family == NJI_SPLIT ? 2 : 1);
     programs++;
@@ -191,7 +192,8 @@ static int is_served_by(const nji_tuning *row, const nj_desc *desc, int arch) {
 static int desc_served_by(const nji_tuning *row, nj_dtype dtype, int arch, nj_desc *desc) {
     nj_op op = row->forward ? NJ_OP_LAYER_NORM_FORWARD : NJ_OP_LAYER_NORM_BACKWARD;
     int64_t kept = (int64_t)row->elements * row->max_lanes * row->max_slices;
-    *desc = desc_of(op, dtype, NJ_DTYPE_UNSET, nji_min_i64(kept, row->max_cols), 0);
+    int64_t cols = nji_min_i64(kept, row->max_cols) - (row->max_access < 16); /* odd: narrow */
+    *desc = desc_of(op, dtype, NJ_DTYPE_UNSET, cols, 0);
     if (is_served_by(row, desc, arch)) return 1;
     *desc = desc_of(op, dtype, NJ_DTYPE_UNSET, 1 << 20, 0);
     return is_served_by(row, desc, arch);
@@ -214,7 +216,7 @@ static void every_tuning_row_compiles_for_every_architecture(void **state) {
                 if (!desc_served_by(&nji_tuning_table[r], (nj_dtype)dtype, archs[a], &desc))
                     continue;
                 choice = choose(&desc, archs[a]);
-                compile_rows(&desc, desc.shape[1], &choice, archs[a], &report);
+                compile_fast(&desc, desc.shape[1], &choice, archs[a], &report);
             }
         }
         if (programs == before) print_error("row %zu of the table serves nothing\n", r);
@@ -241,7 +243,7 @@ static void rows_of_any_length_compile(void **state) {
                 nj_desc desc = desc_of(op, types[t], NJ_DTYPE_UNSET, lengths[i], 0);
                 nji_choice choice = choose(&desc, arch);
                 kernel_report report;
-                compile_rows(&desc, lengths[i], &choice, arch, &report);
+                compile_fast(&desc, lengths[i], &choice, arch, &report);
                 splits += choice.family == NJI_SPLIT;
             }
         }
@@ -273,11 +275,46 @@ static void every_set_of_gradients_and_parameters_compiles(void **state) {
                     if ((grads & NJ_GRAD_DBETA) && !desc.has_beta) continue;
                     desc.accumulate = grads & (parameters == 3 ? 7u : 0u);
                     choice = choose(&desc, archs[0]);
-                    compile_rows(&desc, 1024, &choice, archs[0], &report);
+                    compile_fast(&desc, 1024, &choice, archs[0], &report);
                 }
             }
         }
     }
+    assert_int_equal(programs_over_budget, 0);
+}
+
+/* ---- tiles ---------------------------------------------------------------------------------- */
+
+/* Channels first: few and many channels, runs of any alignment, every type. */
+static void tiles_of_any_shape_compile(void **state) {
+    static const int64_t shapes[][2] = {{1, 8},      {3, 64},   {24, 3136}, {96, 50176}, {256, 3136},
+                                        {300, 98},   {512, 49}, {768, 196}, {1024, 64},  {1280, 256}};
+    int a, dtype, forward, before = programs;
+    size_t i;
+    (void)state;
+    begin();
+    for (a = 0; a < arch_count; a += 3) {
+        for (i = 0; i < COUNT_OF(shapes) && archs[a] >= NJI_LEAST_ARCH; i++) {
+            for (dtype = NJ_BF16; dtype <= NJ_F64; dtype++) {
+                for (forward = 0; forward <= 1; forward++) {
+                    nj_desc desc = desc_of(
+                        forward ? NJ_OP_LAYER_NORM_FORWARD : NJ_OP_LAYER_NORM_BACKWARD,
+                        (nj_dtype)dtype, NJ_DTYPE_UNSET, shapes[i][0], 0);
+                    nji_choice choice;
+                    kernel_report report;
+                    desc.rank = 3;
+                    desc.shape[2] = shapes[i][1];
+                    choice = choose(&desc, archs[a]);
+                    if (choice.family == NJI_TILES) {
+                        compile_fast(&desc, shapes[i][0], &choice, archs[a], &report);
+                    } else {
+                        assert_int_equal(choice.family, NJI_STRIDED); /* too many channels */
+                    }
+                }
+            }
+        }
+    }
+    assert_true(programs > before + 100);
     assert_int_equal(programs_over_budget, 0);
 }
 
@@ -367,6 +404,7 @@ int main(void) {
         cmocka_unit_test(every_tuning_row_compiles_for_every_architecture),
         cmocka_unit_test(rows_of_any_length_compile),
         cmocka_unit_test(every_set_of_gradients_and_parameters_compiles),
+        cmocka_unit_test(tiles_of_any_shape_compile),
         cmocka_unit_test(strided_kernels_compile_for_every_architecture),
         cmocka_unit_test(embedded_ptx_assembles),
     };

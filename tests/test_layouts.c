@@ -336,27 +336,35 @@ static void gamma_and_beta_are_independent(void **state) {
 
 /* Masks of gradients and, within each, of the accumulated ones. The operands that a mask does not
    need are absent. */
+static void check_every_mask(const nj_desc *packed) {
+    for (uint32_t grads = 1; grads < 8; grads++) {
+        for (uint32_t accumulate = 0; accumulate <= grads; accumulate++) {
+            nj_desc desc = *packed;
+            problem p;
+            if (accumulate & ~grads) continue;
+            desc.grads = grads;
+            desc.accumulate = accumulate;
+            open_problem(&p, &desc);
+            p.op[DX].absent = !(grads & NJ_GRAD_DX);
+            p.op[DGAMMA].absent = !(grads & NJ_GRAD_DGAMMA);
+            p.op[DBETA].absent = !(grads & NJ_GRAD_DBETA);
+            fill_problem(&p, grads);
+            set_statistics(&p);
+            check_backward(&p);
+            close_problem(&p);
+        }
+    }
+}
+
 static void every_mask_of_gradients_and_accumulation_is_right(void **state) {
     static const nj_dtype some[] = {NJ_F32, NJ_BF16};
+    static const int64_t channels_first[3] = {3, 40, 24};
     (void)state;
     for (size_t d = 0; d < COUNT_OF(some); d++) {
-        for (uint32_t grads = 1; grads < 8; grads++) {
-            for (uint32_t accumulate = 0; accumulate <= grads; accumulate++) {
-                nj_desc desc = make_matrix(some[d], 70, 40);
-                problem p;
-                if (accumulate & ~grads) continue;
-                desc.grads = grads;
-                desc.accumulate = accumulate;
-                open_problem(&p, &desc);
-                p.op[DX].absent = !(grads & NJ_GRAD_DX);
-                p.op[DGAMMA].absent = !(grads & NJ_GRAD_DGAMMA);
-                p.op[DBETA].absent = !(grads & NJ_GRAD_DBETA);
-                fill_problem(&p, grads);
-                set_statistics(&p);
-                check_backward(&p);
-                close_problem(&p);
-            }
-        }
+        const nj_desc rows = make_matrix(some[d], 70, 40);
+        const nj_desc tiles = make_desc(some[d], 3, channels_first, 2u);
+        check_every_mask(&rows);
+        check_every_mask(&tiles);
     }
 }
 
@@ -435,6 +443,19 @@ static void rows_just_past_65536_are_right(void **state) {
 }
 
 /* Channels first with more rows than a grid's second dimension holds. */
+/* Few and many channels; pixels that fill their last tile, that do not, and an odd number of them. */
+static void channels_first_of_any_size_is_right(void **state) {
+    static const int64_t shapes[][3] = {{2, 1, 8},    {1, 7, 33},   {2, 96, 50}, {3, 256, 64},
+                                        {2, 300, 98}, {2, 768, 36}, {1, 512, 49}, {1, 1500, 24}};
+    (void)state;
+    for (size_t d = 0; d < COUNT_OF(dtypes); d++) {
+        for (size_t i = 0; i < COUNT_OF(shapes); i++) {
+            const nj_desc desc = make_desc(dtypes[d], 3, shapes[i], 2u);
+            check_packed(&desc, i);
+        }
+    }
+}
+
 static void many_pixels_normalized_over_channels_are_right(void **state) {
     static const int64_t shape[4] = {2, 3, 181, 182};
     const nj_desc desc = make_desc(NJ_F16, 4, shape, 2u);
@@ -499,6 +520,7 @@ int main(void) {
         cmocka_unit_test(cols_off_and_on_powers_of_two_are_right),
         cmocka_unit_test(very_long_rows_are_right),
         cmocka_unit_test(rows_just_past_65536_are_right),
+        cmocka_unit_test(channels_first_of_any_size_is_right),
         cmocka_unit_test(many_pixels_normalized_over_channels_are_right),
         cmocka_unit_test(no_rows_give_zero_parameter_gradients),
         cmocka_unit_test(no_columns_give_nan_statistics),

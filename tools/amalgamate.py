@@ -33,6 +33,7 @@ ROOMS = {
 # Programs given to NVRTC: C name -> files joined in order.
 PROGRAMS = {
     "rows": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_rows.cu"],
+    "tiles": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_tiles.cu"],
     "strided": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_strided.cu"],
 }
 

@@ -2,8 +2,8 @@
    dx[i] = x[i] + dy[i], for a forward y[i] = x[i]. That kernel is the practical roofline: it runs
    in the same process, on the same buffers, turn by turn with ours. `bench --help` lists options.
 
-   bytes     the fewest that must move: x, dy and dx (x and y) once; statistics and parameters not
-             counted
+   bytes     the fewest that must move: x, dy and dx (x and y) once; statistics, parameters, padding
+             and a dy that is one number not counted. The elementwise kernel moves them packed
    host      median of --repeats calls of each kind; three or more buffer sets take turns, so that
              nobody finds its own operands in a cache. Buffers lie as malloc gives them (16 bytes
              past a page), and the elementwise loop is vectorized: without `simd` gcc -O2 leaves it
@@ -19,6 +19,7 @@
 
 #include <dirent.h>
 #include <errno.h>
+#include <math.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -33,46 +34,108 @@ static void require(nj_status status) {
 
 /* ---- what is timed --------------------------------------------------------------------------- */
 
+/* Numbered as in the enums of normjit.h; 0: not given. */
+static const char *const op_name[] = {"", "fwd", "bwd", NULL};
+static const char *const dtype_name[] = {"", "f16", "bf16", "f32", "f64", NULL};
+static const char *const backend_name[] = {"", "cuda", "host", NULL};
+
+/* How x, dy and the output lie; columns have stride 1 but in channels-first. */
+typedef enum layout {
+    LAYOUT_UNSET,
+    PACKED,
+    PADDED,         /* PAD elements between rows */
+    CHANNELS_FIRST, /* (outer, cols, inner), normalized over axis 1 */
+    MISALIGNED,     /* packed, one element past an aligned address */
+    BROADCAST_DY    /* packed, but dy is one number: all its strides are 0 */
+} layout;
+
+static const char *const layout_name[] = {"",           "packed",       "padded", "channels-first",
+                                          "misaligned", "broadcast-dy", NULL};
+
+enum { PAD = 64 }; /* keeps rows as well aligned as cols does, to 128 bytes at most */
+
+/* x has shape (outer, cols), channels-first (outer, cols, inner). */
 typedef struct problem {
     nj_op op;
     nj_dtype dtype;
-    int64_t rows, cols;
+    layout layout;
+    int64_t outer, cols, inner; /* inner: 1 but in channels-first */
 } problem;
 
 static const nj_op FORWARD = NJ_OP_LAYER_NORM_FORWARD, BACKWARD = NJ_OP_LAYER_NORM_BACKWARD;
 
-static const char *const dtype_name[] = {"", "f16", "bf16", "f32", "f64"};
+typedef enum suite { SUITE_UNSET, HOST, MODELS, EDGE } suite;
 
-/* Rows and cols of each suite; ended by 0 rows. */
-typedef struct suite_part {
-    const char *suite;
+static const char *const suite_name[] = {"", "host", "models", "edge", NULL};
+
+/* Outer, cols and, channels-first, inner; ended by outer 0. */
+typedef int64_t shape[3];
+
+static const shape host_shapes[] = {
+    {8192, 768}, {4096, 4096}, {1024, 12288}, {131072, 128}, {0, 0}};
+
+static const shape models_bf16[] = {
+    {16384, 4096}, {8192, 8192}, {4096, 16384}, {8192, 5120},  {1024, 12288}, {8192, 4096},
+    {4096, 6144},  {4096, 8192}, {2048, 4096},  {131072, 128}, {8192, 128},   {4096, 2048},
+    {16384, 128},  {8192, 768},  {32768, 1024}, {4096, 1023},  {4096, 12345}, {512, 65536},
+    {512, 262144}, {16, 8192},   {1048576, 64}, {401408, 24},  {0, 0}};
+static const shape models_channels_first[] = {
+    {32, 256, 3136}, {8, 96, 50176}, {64, 768, 196}, {0, 0}};
+static const shape models_forward[] = {{16384, 4096}, {8192, 8192},  {4096, 16384}, {1024, 12288},
+                                       {8192, 768},   {131072, 128}, {0, 0}};
+static const shape models_f32[] = {{16384, 4096}, {1024, 12288}, {8192, 768},
+                                   {131072, 128}, {4096, 16384}, {0, 0}};
+
+static const shape edge_packed[] = {{4096, 1023},  {4096, 12345}, {512, 65536}, {512, 131072},
+                                    {512, 262144}, {16, 8192},    {16, 65536},  {1048576, 64},
+                                    {401408, 24},  {0, 0}};
+static const shape edge_channels_first[] = {{32, 256, 3136}, {0, 0}};
+static const shape edge_other[] = {{16384, 4096}, {0, 0}};
+
+static const struct suite_part {
+    suite suite;
     nj_op op;
     nj_dtype dtype;
-    int64_t shapes[24][2];
-} suite_part;
-
-static const suite_part suites[] = {
-    {"host", NJ_OP_LAYER_NORM_BACKWARD, NJ_F32,
-     {{8192, 768}, {4096, 4096}, {1024, 12288}, {131072, 128}}},
-    {"host", NJ_OP_LAYER_NORM_FORWARD, NJ_F32,
-     {{8192, 768}, {4096, 4096}, {1024, 12288}, {131072, 128}}},
-    {"models", NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16,
-     {{16384, 4096}, {8192, 8192}, {4096, 16384}, {8192, 5120}, {1024, 12288},  {8192, 4096},
-      {4096, 6144},  {4096, 8192}, {2048, 4096},  {131072, 128}, {8192, 128},   {4096, 2048},
-      {16384, 128},  {8192, 768},  {32768, 1024}, {4096, 1023},  {4096, 12345}, {512, 65536},
-      {512, 262144}, {16, 8192},   {1048576, 64}, {401408, 24}}},
-    {"models", NJ_OP_LAYER_NORM_FORWARD, NJ_BF16,
-     {{16384, 4096}, {8192, 8192}, {4096, 16384}, {1024, 12288}, {8192, 768}, {131072, 128}}},
-    {"models", NJ_OP_LAYER_NORM_BACKWARD, NJ_F32,
-     {{16384, 4096}, {1024, 12288}, {8192, 768}, {131072, 128}, {4096, 16384}}},
+    layout layout;
+    const shape *shapes;
+} suites[] = {
+    {HOST, NJ_OP_LAYER_NORM_BACKWARD, NJ_F32, PACKED, host_shapes},
+    {HOST, NJ_OP_LAYER_NORM_FORWARD, NJ_F32, PACKED, host_shapes},
+    {MODELS, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, PACKED, models_bf16},
+    {MODELS, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, CHANNELS_FIRST, models_channels_first},
+    {MODELS, NJ_OP_LAYER_NORM_FORWARD, NJ_BF16, PACKED, models_forward},
+    {MODELS, NJ_OP_LAYER_NORM_BACKWARD, NJ_F32, PACKED, models_f32},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, PACKED, edge_packed},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, CHANNELS_FIRST, edge_channels_first},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, PADDED, edge_other},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, MISALIGNED, edge_other},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, BROADCAST_DY, edge_other},
 };
+
+static int64_t rows_of(const problem *p) {
+    return p->outer * p->inner;
+}
+
+static int rank_of(const problem *p) {
+    return p->layout == CHANNELS_FIRST ? 3 : 2;
+}
+
+static nj_dtype stat_dtype(const problem *p) {
+    return p->dtype == NJ_F64 ? NJ_F64 : NJ_F32;
+}
+
+/* Whether a whole dy must be read: the elementwise kernel then adds, else it copies. */
+static int reads_dy(const problem *p) {
+    return p->op == BACKWARD && p->layout != BROADCAST_DY;
+}
 
 static nj_desc describe(const problem *p) {
     nj_desc desc = {0};
-    desc.rank = 2;
+    desc.rank = rank_of(p);
     desc.norm_axes = 1u << 1;
-    desc.shape[0] = p->rows;
+    desc.shape[0] = p->outer;
     desc.shape[1] = p->cols;
+    desc.shape[2] = p->inner;
     desc.op = p->op;
     desc.dtype = p->dtype;
     desc.has_gamma = desc.has_beta = 1;
@@ -92,6 +155,7 @@ typedef struct machine {
                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                   void *stream, void **parameters, void **extra);
     void *roofline[2][3]; /* elementwise kernels: copy and add, by log2 of the unrolling */
+    void *empty;          /* the kernel of load_empty */
 } machine;
 
 static void machine_require(machine *m, int ok) {
@@ -129,13 +193,34 @@ static void *machine_alloc(machine *m, size_t bytes) {
 }
 
 static void machine_free(machine *m, void *p) {
-    if (m->on_gpu) gpu_free(&m->gpu, p);
-    else free(p);
+    if (m->on_gpu)
+        gpu_free(&m->gpu, p);
+    else
+        free(p);
 }
 
 static void machine_upload(machine *m, void *dst, const void *src, size_t bytes) {
-    if (m->on_gpu) machine_require(m, gpu_upload(&m->gpu, dst, src, bytes));
-    else memcpy(dst, src, bytes);
+    if (m->on_gpu)
+        machine_require(m, gpu_upload(&m->gpu, dst, src, bytes));
+    else
+        memcpy(dst, src, bytes);
+}
+
+/* The kernel of that name in a text of PTX. Modules stay loaded until the process ends. */
+static void *machine_load(machine *m, const char *ptx, const char *name) {
+    void *module, *function;
+    machine_require(m, gpu_ok(&m->gpu, m->module_load(&module, ptx), "cuModuleLoadData"));
+    machine_require(
+        m, gpu_ok(&m->gpu, m->module_function(&function, module, name), "cuModuleGetFunction"));
+    return function;
+}
+
+static void machine_launch(machine *m, void *function, uint64_t blocks, unsigned threads,
+                           void **parameters) {
+    machine_require(m, gpu_ok(&m->gpu,
+                              m->launch(function, (unsigned)blocks, 1, 1, threads, 1, 1, 0,
+                                        m->gpu.stream, parameters, NULL),
+                              "cuLaunchKernel"));
 }
 
 static double now(void) {
@@ -172,11 +257,12 @@ static void fill_random(machine *m, void *dst, nj_dtype dtype, int64_t count) {
 typedef struct operands {
     nj_plan *plan;
     int sets;
-    nj_args *args;  /* one for each set */
-    void **memory;  /* likewise: all tensors of a set */
+    nj_args *args; /* one for each set */
+    void **memory; /* likewise: all tensors of a set */
     void *workspace;
     size_t workspace_bytes;
-    int64_t bytes; /* of x */
+    int launches;  /* kernels of a call on packed rows that one block or cluster can hold */
+    int64_t bytes; /* of x's elements */
     double moved;  /* bytes that one call must move */
 } operands;
 
@@ -193,26 +279,56 @@ static void *take(machine *m, char **at, nj_dtype dtype, int64_t count) {
     return tensor;
 }
 
+/* Elements of the buffer behind a tensor of x's shape. */
+static int64_t full_count(const problem *p) {
+    int64_t count = rows_of(p) * p->cols;
+    if (p->layout == PADDED) count += p->outer * PAD;
+    if (p->layout == MISALIGNED) count++;
+    return count;
+}
+
+/* Of x's shape, but with that many columns; packed. */
+static nj_tensor view(const problem *p, void *data, int64_t cols) {
+    int64_t extents[3];
+    extents[0] = p->outer;
+    extents[1] = cols;
+    extents[2] = p->inner;
+    return nj_packed(data, rank_of(p), extents);
+}
+
+static nj_tensor take_full(machine *m, char **at, const problem *p) {
+    int64_t count = full_count(p);
+    nj_tensor tensor = view(p, take(m, at, p->dtype, count), p->cols);
+    tensor.count = count;
+    if (p->layout == PADDED) tensor.stride[0] += PAD;
+    if (p->layout == MISALIGNED) tensor.offset = 1;
+    return tensor;
+}
+
+static nj_tensor take_stat(machine *m, char **at, const problem *p) {
+    return view(p, take(m, at, stat_dtype(p), rows_of(p)), 1);
+}
+
+static nj_tensor take_param(machine *m, char **at, const problem *p) {
+    return nj_packed(take(m, at, p->dtype, p->cols), 1, &p->cols);
+}
+
 static void operands_fill_set(machine *m, const problem *p, operands *o, int set) {
-    const nj_dtype stat_dtype = p->dtype == NJ_F64 ? NJ_F64 : NJ_F32;
-    int64_t full[2], stat[2], param[1], count = p->rows * p->cols;
     nj_args *a = &o->args[set];
-    char *at = machine_alloc(m, 3 * tensor_bytes(p->dtype, count) +
+    char *at = machine_alloc(m, 3 * tensor_bytes(p->dtype, full_count(p)) +
                                     4 * tensor_bytes(p->dtype, p->cols) +
-                                    2 * tensor_bytes(stat_dtype, p->rows));
+                                    2 * tensor_bytes(stat_dtype(p), rows_of(p)));
     o->memory[set] = at;
-    full[0] = stat[0] = p->rows;
-    full[1] = param[0] = p->cols;
-    stat[1] = 1;
-    a->x = nj_packed_const(take(m, &at, p->dtype, count), 2, full);
-    a->dy = nj_packed_const(take(m, &at, p->dtype, count), 2, full);
-    a->y = a->dx = nj_packed(take(m, &at, p->dtype, count), 2, full);
-    a->gamma = nj_packed_const(take(m, &at, p->dtype, p->cols), 1, param);
-    a->beta = nj_packed_const(take(m, &at, p->dtype, p->cols), 1, param);
-    a->dgamma = nj_packed(take(m, &at, p->dtype, p->cols), 1, param);
-    a->dbeta = nj_packed(take(m, &at, p->dtype, p->cols), 1, param);
-    a->mean = nj_packed(take(m, &at, stat_dtype, p->rows), 2, stat);
-    a->rstd = nj_packed(take(m, &at, stat_dtype, p->rows), 2, stat);
+    a->x = nj_as_const(take_full(m, &at, p));
+    a->dy = nj_as_const(take_full(m, &at, p));
+    if (p->layout == BROADCAST_DY) memset(a->dy.stride, 0, sizeof a->dy.stride);
+    a->y = a->dx = take_full(m, &at, p);
+    a->gamma = nj_as_const(take_param(m, &at, p));
+    a->beta = nj_as_const(take_param(m, &at, p));
+    a->dgamma = take_param(m, &at, p);
+    a->dbeta = take_param(m, &at, p);
+    a->mean = take_stat(m, &at, p);
+    a->rstd = take_stat(m, &at, p);
 }
 
 /* Sets: an odd number, so that two kernels taking turns over them change sets each time. */
@@ -223,22 +339,25 @@ static void operands_open(machine *m, const problem *p, operands *o) {
     int set;
     memset(o, 0, sizeof *o);
     require(nj_plan_select(&o->plan, m->ctx, &desc, NULL));
-    o->bytes = p->rows * p->cols * (int64_t)nj_dtype_size(p->dtype);
-    o->moved = (p->op == FORWARD ? 2.0 : 3.0) * (double)o->bytes;
+    o->launches = p->op == FORWARD ? 1 : 2;
+    o->bytes = rows_of(p) * p->cols * (int64_t)nj_dtype_size(p->dtype);
+    o->moved = (reads_dy(p) ? 3.0 : 2.0) * (double)o->bytes;
     o->sets = o->moved * most < beyond_cache ? most : (int)(beyond_cache / o->moved) + 1;
     if (o->sets < 3) o->sets = 3;
     o->sets |= 1;
     o->args = calloc((size_t)o->sets, sizeof *o->args);
     o->memory = calloc((size_t)o->sets, sizeof *o->memory);
     if (!o->args || !o->memory) die("out of memory", "operands");
-    for (set = 0; set < o->sets; set++) operands_fill_set(m, p, o, set);
+    for (set = 0; set < o->sets; set++)
+        operands_fill_set(m, p, o, set);
     o->workspace_bytes = nj_plan_workspace_size(o->plan);
     if (o->workspace_bytes) o->workspace = machine_alloc(m, o->workspace_bytes);
 }
 
 static void operands_close(machine *m, operands *o) {
     int set;
-    for (set = 0; set < o->sets; set++) machine_free(m, o->memory[set]);
+    for (set = 0; set < o->sets; set++)
+        machine_free(m, o->memory[set]);
     if (o->workspace) machine_free(m, o->workspace);
     free(o->args);
     free(o->memory);
@@ -273,7 +392,7 @@ static void host_copy(const uint32_t *x, uint32_t *out, int64_t words) {
 static void host_roofline(const problem *p, const operands *o, int set) {
     const nj_args *a = &o->args[set];
     int64_t words = o->bytes / (int64_t)sizeof(uint32_t);
-    if (p->op == FORWARD) {
+    if (!reads_dy(p)) {
         host_copy((const uint32_t *)a->x.data, (uint32_t *)a->y.data, words);
     } else {
         host_add((const uint32_t *)a->x.data, (const uint32_t *)a->dy.data,
@@ -320,7 +439,8 @@ static void roofline_write(char *text, size_t room, int is_add, int unroll) {
     }
     for (u = 0; u < unroll; u++) {
         int r = 4 * u, k;
-        for (k = r; is_add && k < r + 4; k++) EMIT("add.u32 a%d, a%d, b%d;\n", k, k, k);
+        for (k = r; is_add && k < r + 4; k++)
+            EMIT("add.u32 a%d, a%d, b%d;\n", k, k, k);
         EMIT("add.u64 p, out, at%d;\n@in%d st.global.v4.u32 [p], {a%d, a%d, a%d, a%d};\n", u, u, r,
              r + 1, r + 2, r + 3);
     }
@@ -338,10 +458,7 @@ static void roofline_launch(machine *m, const roofline *r, const operands *o, in
     parameters[1] = &dy;
     parameters[2] = &out;
     parameters[3] = &count;
-    machine_require(m, gpu_ok(&m->gpu,
-                              m->launch(r->function, (unsigned)((count + block - 1) / block), 1, 1,
-                                        r->threads, 1, 1, 0, m->gpu.stream, parameters, NULL),
-                              "cuLaunchKernel"));
+    machine_launch(m, r->function, (count + block - 1) / block, r->threads, parameters);
 }
 
 /* Compares the first and last MiB of one launch's output with what it should be. */
@@ -354,31 +471,26 @@ static void roofline_check(machine *m, const roofline *r, const operands *o, int
     roofline_launch(m, r, o, 0);
     for (end = 0; end < 2; end++) {
         size_t at = end ? whole - bytes : 0;
-        machine_require(m,
-                        gpu_download(&m->gpu, x, (const char *)a->x.data + at, bytes) &&
-                            gpu_download(&m->gpu, dy, (const char *)a->dy.data + at, bytes) &&
-                            gpu_download(&m->gpu, out, (const char *)a->dx.data + at, bytes));
+        machine_require(m, gpu_download(&m->gpu, x, (const char *)a->x.data + at, bytes) &&
+                               gpu_download(&m->gpu, dy, (const char *)a->dy.data + at, bytes) &&
+                               gpu_download(&m->gpu, out, (const char *)a->dx.data + at, bytes));
         for (i = 0; i < bytes / 4; i++) {
             if (out[i] != (is_add ? x[i] + dy[i] : x[i])) die("roofline", "its output is wrong");
         }
     }
 }
 
-/* The kernel of that shape, compiled and checked when first asked for. */
-static void roofline_get(machine *m, const operands *o, int is_add, int log2_unroll, roofline *r) {
-    void **function = &m->roofline[is_add][log2_unroll], *module;
-    char text[8192];
-    r->unroll = 1 << log2_unroll;
-    if (!*function) {
-        roofline_write(text, sizeof text, is_add, r->unroll);
-        machine_require(m, gpu_ok(&m->gpu, m->module_load(&module, text), "cuModuleLoadData") &&
-                               gpu_ok(&m->gpu, m->module_function(function, module, "roofline"),
-                                      "cuModuleGetFunction"));
-        r->function = *function;
-        r->threads = 256;
-        roofline_check(m, r, o, is_add);
+/* The kernel of that unrolling, loaded and checked when first asked for. */
+static roofline roofline_get(machine *m, const operands *o, int is_add, int log2_unroll) {
+    void **function = &m->roofline[is_add][log2_unroll];
+    roofline r = {*function, 1 << log2_unroll, 256};
+    if (!r.function) {
+        char text[8192];
+        roofline_write(text, sizeof text, is_add, r.unroll);
+        r.function = *function = machine_load(m, text, "roofline");
+        roofline_check(m, &r, o, is_add);
     }
-    r->function = *function;
+    return r;
 }
 
 /* ---- timing ---------------------------------------------------------------------------------- */
@@ -431,8 +543,10 @@ static void replay_capture(machine *m, const operands *o, const roofline *r, int
     int i;
     machine_require(m, gpu_capture_begin(&m->gpu));
     for (i = 0; i < calls; i++) {
-        if (r) roofline_launch(m, r, o, i % o->sets);
-        else run_norm(m, o, i % o->sets);
+        if (r)
+            roofline_launch(m, r, o, i % o->sets);
+        else
+            run_norm(m, o, i % o->sets);
     }
     out->exec = gpu_capture_end(&m->gpu);
     out->calls = calls;
@@ -443,7 +557,8 @@ static void replay_capture(machine *m, const operands *o, const roofline *r, int
 static void replay_time(machine *m, const replay *graphs, int kinds, int count, double *ms) {
     static void *event[2 * MAX_REPEATS + 1];
     int i;
-    for (i = 0; i <= count; i++) machine_require(m, (event[i] = gpu_event(&m->gpu)) != NULL);
+    for (i = 0; i <= count; i++)
+        machine_require(m, (event[i] = gpu_event(&m->gpu)) != NULL);
     machine_require(m, gpu_graph_launch(&m->gpu, graphs[kinds - 1].exec)); /* warms up */
     for (i = 0; i < count; i++) {
         machine_require(m, gpu_record(&m->gpu, event[i]) &&
@@ -454,7 +569,8 @@ static void replay_time(machine *m, const replay *graphs, int kinds, int count, 
         ms[i] = gpu_elapsed_ms(&m->gpu, event[i], event[i + 1]);
         machine_require(m, ms[i] >= 0);
     }
-    for (i = 0; i <= count; i++) gpu_event_free(&m->gpu, event[i]);
+    for (i = 0; i <= count; i++)
+        gpu_event_free(&m->gpu, event[i]);
 }
 
 /* A graph of whole turns over the sets that lasts 2 ms or more. */
@@ -479,8 +595,7 @@ static void replay_open_roofline(machine *m, const problem *p, const operands *o
     int log2_unroll;
     best->exec = NULL;
     for (log2_unroll = 0; 1 << log2_unroll <= MAX_UNROLL; log2_unroll++) {
-        roofline r;
-        roofline_get(m, o, p->op == BACKWARD, log2_unroll, &r);
+        roofline r = roofline_get(m, o, reads_dy(p), log2_unroll);
         for (t = 0; t < sizeof threads / sizeof threads[0]; t++) {
             replay other;
             r.threads = threads[t];
@@ -503,7 +618,8 @@ static times time_gpu(machine *m, const problem *p, const operands *o, int repea
     replay_open(m, o, NULL, &graphs[0]);
     replay_open_roofline(m, p, o, &graphs[1]);
     replay_time(m, graphs, 2, 2 * repeats, ms);
-    for (i = 0; i < 2 * repeats; i++) values[i % 2][i / 2] = 1e-3 * ms[i] / graphs[i % 2].calls;
+    for (i = 0; i < 2 * repeats; i++)
+        values[i % 2][i / 2] = 1e-3 * ms[i] / graphs[i % 2].calls;
     out.ours = median(values[0], repeats);
     out.roofline = median(values[1], repeats);
     gpu_graph_free(&m->gpu, graphs[0].exec);
@@ -516,130 +632,200 @@ static times time_gpu(machine *m, const problem *p, const operands *o, int repea
 typedef enum format { TEXT, MARKDOWN, JSON } format;
 
 typedef struct column {
-    const char *title, *key; /* for people, for JSON */
+    const char *title, *key; /* for people, in JSON; NULL: not shown there */
+    int width;               /* in plain text; negative: holds words, which align left */
 } column;
-
-enum { FIRST_NUMBER = 2, MAX_COLUMNS = 10 }; /* op and dtype are text, all other cells numbers */
 
 typedef struct table {
     format format;
-    const column *columns;
-    int count, rows;
+    const column *columns; /* ended by width 0 */
+    const column *next;    /* of the row at hand */
+    int rows;
 } table;
 
+/* What every table begins with. */
+#define PROBLEM_COLUMNS                                                                            \
+    {"op", "op", -3}, {"dtype", "dtype", -5}, {"layout", "layout", -14}, {"rows", "rows", 8}, {    \
+        "cols", "cols", 7                                                                          \
+    }
+#define END_OF_COLUMNS                                                                             \
+    { NULL, NULL, 0 }
+
+static void table_cell(table *t, const char *text) {
+    const column *c = t->next++;
+    int first = c == t->columns;
+    if (t->format == JSON) {
+        const char *quote = c->width < 0 ? "\"" : "";
+        if (c->key) {
+            printf("%s\"%s\": %s%s%s", first ? "" : ", ", c->key, quote, text, quote);
+        }
+    } else if (c->title) {
+        if (t->format == MARKDOWN)
+            printf("| %s ", text);
+        else
+            printf("%s%*s", first ? "" : "  ", c->width, text);
+    }
+}
+
+/* NaN: nothing to show. */
+static void table_number(table *t, int decimals, double value) {
+    char text[32];
+    if (isnan(value))
+        snprintf(text, sizeof text, t->format == JSON ? "null" : "-");
+    else
+        snprintf(text, sizeof text, "%.*f", decimals, value);
+    table_cell(t, text);
+}
+
+static void table_row_begin(table *t, const problem *p) {
+    if (t->format == JSON) printf(t->rows ? ",\n{" : "\n{");
+    t->next = t->columns;
+    table_cell(t, op_name[p->op]);
+    table_cell(t, dtype_name[p->dtype]);
+    table_cell(t, layout_name[p->layout]);
+    table_number(t, 0, (double)rows_of(p));
+    table_number(t, 0, (double)p->cols);
+}
+
+static void table_row_end(table *t) {
+    printf(t->format == JSON ? "}" : t->format == MARKDOWN ? "|\n" : "\n");
+    t->rows++;
+    fflush(stdout);
+}
+
 static void table_begin(table *t, const char *info) {
-    int i;
+    const column *c;
     t->rows = 0;
     if (t->format == JSON) {
-        const char *c;
         printf("{\"info\": \"");
-        for (c = info; *c; c++) printf(*c == '"' || *c == '\\' ? "\\%c" : "%c", *c);
+        for (; *info; info++)
+            printf(*info == '"' || *info == '\\' ? "\\%c" : "%c", *info);
         printf("\", \"rows\": [");
         return;
     }
     printf("%s\n\n", info);
-    for (i = 0; i < t->count; i++) {
-        printf(t->format == MARKDOWN ? "| %s " : "%12s", t->columns[i].title);
-    }
+    t->next = t->columns;
+    for (c = t->columns; c->width; c++)
+        table_cell(t, c->title);
     printf(t->format == MARKDOWN ? "|\n" : "\n");
-    for (i = 0; t->format == MARKDOWN && i < t->count; i++) {
-        printf(i < FIRST_NUMBER ? "|---" : "|--:");
+    if (t->format != MARKDOWN) return;
+    for (c = t->columns; c->width; c++) {
+        if (c->title) printf(c->width < 0 ? "|---" : "|--:");
     }
-    if (t->format == MARKDOWN) printf("|\n");
-}
-
-/* Numbers: as integers when they are, else with three decimals. */
-static void table_row(table *t, const problem *p, const double *numbers) {
-    char cells[MAX_COLUMNS][32];
-    int i;
-    snprintf(cells[0], sizeof cells[0], "%s", p->op == FORWARD ? "fwd" : "bwd");
-    snprintf(cells[1], sizeof cells[1], "%s", dtype_name[p->dtype]);
-    for (i = FIRST_NUMBER; i < t->count; i++) {
-        double v = i == 2 ? (double)p->rows : i == 3 ? (double)p->cols : numbers[i - 4];
-        snprintf(cells[i], sizeof cells[i], i < 4 ? "%.0f" : "%.3f", v);
-    }
-    for (i = 0; i < t->count; i++) {
-        if (t->format == JSON) {
-            printf("%s\"%s\": %s%s%s", i ? ", " : t->rows ? ",\n{" : "\n{", t->columns[i].key,
-                   i < FIRST_NUMBER ? "\"" : "", cells[i], i < FIRST_NUMBER ? "\"" : "");
-        } else {
-            printf(t->format == MARKDOWN ? "| %s " : "%12s", cells[i]);
-        }
-    }
-    printf(t->format == JSON ? "}" : t->format == MARKDOWN ? "|\n" : "\n");
-    t->rows++;
-    fflush(stdout);
+    printf("|\n");
 }
 
 static void table_end(const table *t) {
     if (t->format == JSON) printf("\n]}\n");
 }
 
-#define PROBLEM_COLUMNS {"op", "op"}, {"dtype", "dtype"}, {"rows", "rows"}, {"cols", "cols"}
-
 /* ---- the three measurements ------------------------------------------------------------------ */
 
-typedef struct options {
-    const char *suite;
-    problem one;
-    nj_backend backend;
-    int repeats; /* 0: 15 on the host, 7 on a GPU */
-    int select, overhead;
-    format format;
-} options;
+/* Adds a row to the table. repeats 0: the measurement's own number. */
+typedef void (*measure_fn)(machine *m, const problem *p, int repeats, table *t);
 
-typedef void (*measure_fn)(const options *options, machine *m, const problem *p, table *t);
+static const column norm_columns[] = {
+    PROBLEM_COLUMNS,
+    {NULL, "impl", -1},
+    {"roofline us", "roofline_us", 11},
+    {"ours us", "us", 11},
+    {"MB", NULL, 8},
+    {"GB/s", NULL, 7},
+    {"ours/roof", NULL, 9},
+    {"roof/ours", NULL, 9},
+    {"kernel", "kernel", -1},
+    END_OF_COLUMNS,
+};
 
-static const column norm_columns[] = {PROBLEM_COLUMNS,
-                                      {"roofline us", "roofline_us"},
-                                      {"ours us", "ours_us"},
-                                      {"MB", "megabytes"},
-                                      {"GB/s", "gigabytes_per_second"},
-                                      {"ours/roof", "ours_over_roofline"},
-                                      {"roof/ours", "roofline_over_ours"}};
-
-static void measure_norm(const options *options, machine *m, const problem *p, table *t) {
-    int repeats = options->repeats ? options->repeats : m->on_gpu ? 7 : 15;
-    double numbers[6];
+static void measure_norm(machine *m, const problem *p, int repeats, table *t) {
     operands o;
+    nj_sku sku;
     times found;
+    if (!repeats) repeats = m->on_gpu ? 7 : 15;
     operands_open(m, p, &o);
+    require(nj_plan_sku(o.plan, &o.args[0], &sku));
     found = m->on_gpu ? time_gpu(m, p, &o, repeats) : time_host(m, p, &o, repeats);
-    numbers[0] = 1e6 * found.roofline;
-    numbers[1] = 1e6 * found.ours;
-    numbers[2] = 1e-6 * o.moved;
-    numbers[3] = 1e-9 * o.moved / found.ours;
-    numbers[4] = found.ours / found.roofline;
-    numbers[5] = found.roofline / found.ours;
-    table_row(t, p, numbers);
+    table_row_begin(t, p);
+    table_cell(t, "normjit");
+    table_number(t, 3, 1e6 * found.roofline);
+    table_number(t, 3, 1e6 * found.ours);
+    table_number(t, 1, 1e-6 * o.moved);
+    table_number(t, 1, 1e-9 * o.moved / found.ours);
+    table_number(t, 3, found.ours / found.roofline);
+    table_number(t, 3, found.roofline / found.ours);
+    table_cell(t, sku.kernel);
+    table_row_end(t);
     operands_close(m, &o);
 }
 
-static const column overhead_columns[] = {PROBLEM_COLUMNS, {"run us", "run_us"}};
+static const column overhead_columns[] = {PROBLEM_COLUMNS,
+                                          {"run us", "run_us", 11},
+                                          {"checks us", "checks_us", 11},
+                                          {"bare launches us", "bare_launches_us", 16},
+                                          END_OF_COLUMNS};
 
-/* CPU time of nj_plan_run. On the host that is the work itself: ask for a tiny shape. */
-static void measure_overhead(const options *options, machine *m, const problem *p, table *t) {
+static void check_norm(machine *m, const operands *o, int set) {
+    (void)m;
+    require(nj_plan_can_implement(o->plan, &o->args[set]));
+}
+
+/* A kernel that does nothing and takes the parameter of ours: nji_problem, a private type. */
+static void *load_empty(machine *m) {
+    char text[256];
+    snprintf(text, sizeof text,
+             ".version 6.3\n.target sm_75\n.address_size 64\n"
+             ".visible .entry empty(.param .align 8 .b8 problem[%zu])\n{\nret;\n}\n",
+             sizeof(nji_problem));
+    return machine_load(m, text, "empty");
+}
+
+/* As many launches as a run makes. */
+static void launch_bare(machine *m, const operands *o, int set) {
+    static nji_problem problem;
+    void *parameters[1];
+    int i;
+    (void)set;
+    parameters[0] = &problem;
+    for (i = 0; i < o->launches; i++)
+        machine_launch(m, m->empty, 1, 32, parameters);
+}
+
+/* Microseconds that this thread spends in one call: a median. */
+static double thread_us(machine *m, const operands *o, int repeats,
+                        void (*call)(machine *m, const operands *o, int set)) {
     enum { CALLS = 64 }; /* few enough not to fill the driver's queue, which would block */
     static double seconds[MAX_REPEATS];
-    int repeats = options->repeats ? options->repeats : 21, i, call;
-    double median_us;
-    operands o;
-    operands_open(m, p, &o);
+    int i, k;
     for (i = -1; i < repeats; i++) { /* the first turn warms up */
         double start = now();
-        for (call = 0; call < CALLS; call++) run_norm(m, &o, call % o.sets);
+        for (k = 0; k < CALLS; k++)
+            call(m, o, k % o->sets);
         if (i >= 0) seconds[i] = (now() - start) / CALLS;
         if (m->on_gpu) machine_require(m, gpu_wait(&m->gpu));
     }
-    median_us = 1e6 * median(seconds, repeats);
-    table_row(t, p, &median_us);
+    return 1e6 * median(seconds, repeats);
+}
+
+/* CPU time of nj_plan_run, of the checks in it, and of its launches had they been made without us.
+   On the host a run is the work itself, and nothing is launched. */
+static void measure_overhead(machine *m, const problem *p, int repeats, table *t) {
+    operands o;
+    if (!repeats) repeats = 21;
+    if (m->on_gpu && !m->empty) m->empty = load_empty(m);
+    operands_open(m, p, &o);
+    table_row_begin(t, p);
+    table_number(t, 3, thread_us(m, &o, repeats, run_norm));
+    table_number(t, 3, thread_us(m, &o, repeats, check_norm));
+    table_number(t, 3, m->on_gpu ? thread_us(m, &o, repeats, launch_bare) : NAN);
+    table_row_end(t);
     operands_close(m, &o);
 }
 
 static const column select_columns[] = {PROBLEM_COLUMNS,
-                                        {"cold ms", "cold_ms"},
-                                        {"disk ms", "disk_ms"},
-                                        {"memory us", "memory_us"}};
+                                        {"cold ms", "cold_ms", 11},
+                                        {"disk ms", "disk_ms", 11},
+                                        {"memory us", "memory_us", 11},
+                                        END_OF_COLUMNS};
 
 /* A folder of our own under TMPDIR or /tmp. */
 static void scratch_open(char *path, size_t size) {
@@ -675,12 +861,15 @@ static double seconds_of_select(nj_ctx *ctx, const nj_desc *desc, int calls) {
     return seconds / calls;
 }
 
-/* Each turn: an empty cache folder, then a new ctx on the full one, then the same ctx again. */
-static void measure_select(const options *options, machine *m, const problem *p, table *t) {
+/* Medians over turns. Each turn: a new ctx on an empty cache folder (cold), a new ctx on the folder
+   that this leaves (disk), the same ctx again (memory). Making the ctx is not counted, nor, in the
+   median, what NVRTC does at its first use in a process. */
+static void measure_select(machine *m, const problem *p, int repeats, table *t) {
     static double cold[MAX_REPEATS], disk[MAX_REPEATS], memory[MAX_REPEATS];
-    int repeats = options->repeats ? options->repeats : 5, i;
+    const int least_repeats = 5;
     nj_desc desc = describe(p);
-    double numbers[3];
+    int i;
+    if (repeats < least_repeats) repeats = least_repeats;
     for (i = 0; i < repeats; i++) {
         char folder[1024];
         nj_ctx_desc how = {0};
@@ -697,25 +886,53 @@ static void measure_select(const options *options, machine *m, const problem *p,
         nj_ctx_destroy(ctx);
         scratch_close(folder);
     }
-    numbers[0] = 1e3 * median(cold, repeats);
-    numbers[1] = 1e3 * median(disk, repeats);
-    numbers[2] = 1e6 * median(memory, repeats);
-    table_row(t, p, numbers);
+    table_row_begin(t, p);
+    table_number(t, 3, 1e3 * median(cold, repeats));
+    table_number(t, 3, 1e3 * median(disk, repeats));
+    table_number(t, 3, 1e6 * median(memory, repeats));
+    table_row_end(t);
 }
 
 /* ---- the command line ------------------------------------------------------------------------ */
 
+typedef enum mode { TIME_NORM, TIME_RUN, TIME_SELECT } mode;
+
+static const struct measurement {
+    measure_fn measure;
+    const column *columns;
+} measurements[] = {
+    {measure_norm, norm_columns},
+    {measure_overhead, overhead_columns},
+    {measure_select, select_columns},
+};
+
+typedef struct options {
+    int64_t op, dtype, layout, backend, suite; /* all numbers: 0 when not given */
+    int64_t rows, outer, cols, inner, repeats;
+    mode mode;
+    format format;
+} options;
+
 static void usage(FILE *to) {
     fputs("usage: bench [options]\n"
-          "  --op fwd|bwd             default bwd\n"
-          "  --dtype f16|bf16|f32|f64 default f32 on the host, bf16 on a GPU\n"
-          "  --rows N --cols N        one shape; default 8192 x 768\n"
-          "  --suite host|models      the shapes of a table; --op and --dtype then narrow it\n"
-          "  --backend host|cuda      default: cuda when there is one\n"
-          "  --repeats N              default 15 calls on the host, 7 replays on a GPU\n"
-          "  --select                 time nj_plan_select: cold, from disk, from memory\n"
-          "  --host-overhead          CPU time of one nj_plan_run\n"
-          "  --markdown, --json       default: plain text\n",
+          "  --op fwd|bwd              default bwd\n"
+          "  --dtype f16|bf16|f32|f64  default f32 on the host, bf16 on a GPU\n"
+          "  --rows N --cols N         one shape; default 8192 x 768\n"
+          "  --layout packed|padded|misaligned|broadcast-dy\n"
+          "                            how x, dy and the output lie; default packed. padded: 64\n"
+          "                            elements between rows. misaligned: one element past an\n"
+          "                            aligned address. broadcast-dy: dy is one number\n"
+          "  --layout channels-first --outer N --cols C --inner S\n"
+          "                            x of shape (N, C, S), normalized over axis 1; N * S rows;\n"
+          "                            default (64, 768, 196)\n"
+          "  --suite host|models|edge  the shapes of a table; --op, --dtype, --layout narrow it\n"
+          "  --backend cuda|host       default: cuda when there is one\n"
+          "  --repeats N               default 15 calls on the host, 7 replays on a GPU\n"
+          "  --select                  time nj_plan_select: cold, from disk, from memory; medians\n"
+          "                            of 5 turns or more, each with a new ctx and cache folder\n"
+          "  --host-overhead           CPU time of one nj_plan_run, of the checks in it, and of\n"
+          "                            launching as many empty kernels through the driver\n"
+          "  --markdown, --json        default: plain text\n",
           to);
 }
 
@@ -725,13 +942,14 @@ static void misuse(const char *what, const char *value) {
     exit(2);
 }
 
-static int choose(const char *option, const char *value, const char *const *names, int count) {
-    int i;
-    for (i = 0; i < count; i++) {
-        if (strcmp(value, names[i]) == 0) return i;
+/* The number of a word in a list; 0, which is no word, is not found. */
+static int64_t choose(const char *option, const char *value, const char *const *words) {
+    int64_t i;
+    for (i = 1; words[i]; i++) {
+        if (strcmp(value, words[i]) == 0) return i;
     }
     misuse(option, value);
-    return -1;
+    return 0;
 }
 
 static int64_t positive(const char *option, const char *value, int64_t most) {
@@ -741,97 +959,126 @@ static int64_t positive(const char *option, const char *value, int64_t most) {
     return n;
 }
 
-static options parse(int argc, char **argv) {
-    static const char *const ops[] = {"fwd", "bwd"}, *const backends[] = {"host", "cuda"},
-                       *const suite_names[] = {"host", "models"};
+static void parse_value(options *o, const char *name, const char *value) {
     const int64_t most = (int64_t)1 << 31;
+    const struct {
+        const char *name;
+        int64_t *number;
+        const char *const *words; /* NULL: a count */
+        int64_t most;             /* of a count */
+    } known[] = {
+        {"--op", &o->op, op_name, 0},
+        {"--dtype", &o->dtype, dtype_name, 0},
+        {"--layout", &o->layout, layout_name, 0},
+        {"--backend", &o->backend, backend_name, 0},
+        {"--suite", &o->suite, suite_name, 0},
+        {"--rows", &o->rows, NULL, most},
+        {"--outer", &o->outer, NULL, most},
+        {"--cols", &o->cols, NULL, most},
+        {"--inner", &o->inner, NULL, most},
+        {"--repeats", &o->repeats, NULL, MAX_REPEATS},
+    };
+    size_t i;
+    for (i = 0; i < sizeof known / sizeof known[0]; i++) {
+        if (strcmp(name, known[i].name) != 0) continue;
+        *known[i].number = known[i].words ? choose(name, value, known[i].words)
+                                          : positive(name, value, known[i].most);
+        return;
+    }
+    misuse("no such option:", name);
+}
+
+static void check_options(const options *o) {
+    if (o->suite && (o->rows || o->outer || o->cols || o->inner)) {
+        misuse("--suite:", "brings its own shapes");
+    }
+    if (o->layout == CHANNELS_FIRST && o->rows) misuse("--rows:", "channels-first has --outer");
+    if (o->layout != CHANNELS_FIRST && (o->outer || o->inner)) {
+        misuse("--outer, --inner:", "need --layout channels-first");
+    }
+    if (o->layout == BROADCAST_DY && o->op == FORWARD) misuse("broadcast-dy:", "needs --op bwd");
+}
+
+static options parse(int argc, char **argv) {
     options o = {0};
     int i;
     for (i = 1; i < argc; i++) {
-        const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : "";
+        const char *name = argv[i];
         if (strcmp(name, "--help") == 0) {
             usage(stdout);
             exit(0);
         } else if (strcmp(name, "--select") == 0) {
-            o.select = 1;
+            o.mode = TIME_SELECT;
         } else if (strcmp(name, "--host-overhead") == 0) {
-            o.overhead = 1;
+            o.mode = TIME_RUN;
         } else if (strcmp(name, "--markdown") == 0) {
             o.format = MARKDOWN;
         } else if (strcmp(name, "--json") == 0) {
             o.format = JSON;
         } else {
+            parse_value(&o, name, i + 1 < argc ? argv[i + 1] : "");
             i++;
-            if (strcmp(name, "--op") == 0) {
-                o.one.op = choose(name, value, ops, 2) ? BACKWARD : FORWARD;
-            } else if (strcmp(name, "--dtype") == 0) {
-                o.one.dtype = (nj_dtype)(1 + choose(name, value, dtype_name + 1, 4));
-            } else if (strcmp(name, "--rows") == 0) {
-                o.one.rows = positive(name, value, most);
-            } else if (strcmp(name, "--cols") == 0) {
-                o.one.cols = positive(name, value, most);
-            } else if (strcmp(name, "--suite") == 0) {
-                o.suite = suite_names[choose(name, value, suite_names, 2)];
-            } else if (strcmp(name, "--backend") == 0) {
-                o.backend = choose(name, value, backends, 2) ? NJ_BACKEND_CUDA : NJ_BACKEND_HOST;
-            } else if (strcmp(name, "--repeats") == 0) {
-                o.repeats = (int)positive(name, value, MAX_REPEATS);
-            } else {
-                misuse("no such option:", name);
-            }
         }
     }
-    if (o.select && o.overhead) misuse("--select and --host-overhead:", "choose one");
-    if (o.suite && (o.one.rows || o.one.cols)) misuse("--suite:", "brings its own rows and cols");
+    check_options(&o);
     return o;
 }
 
-static void measure_all(const options *o, machine *m, measure_fn measure, table *t) {
-    problem p = o->one;
-    size_t part, i;
-    if (!o->suite) {
-        if (!p.op) p.op = BACKWARD;
-        if (!p.dtype) p.dtype = m->on_gpu ? NJ_BF16 : NJ_F32;
-        if (!p.rows) p.rows = 8192;
-        if (!p.cols) p.cols = 768;
-        measure(o, m, &p, t);
-        return;
-    }
-    for (part = 0; part < sizeof suites / sizeof suites[0]; part++) {
-        const suite_part *s = &suites[part];
-        if (strcmp(s->suite, o->suite) != 0) continue;
-        if (o->one.op && o->one.op != s->op) continue;
-        if (o->one.dtype && o->one.dtype != s->dtype) continue;
-        p.op = s->op;
-        p.dtype = s->dtype;
-        for (i = 0; i < sizeof s->shapes / sizeof s->shapes[0] && s->shapes[i][0]; i++) {
-            p.rows = s->shapes[i][0];
-            p.cols = s->shapes[i][1];
-            measure(o, m, &p, t);
+static int64_t given_or(int64_t given, int64_t otherwise) {
+    return given ? given : otherwise;
+}
+
+static problem one_problem(const options *o, int on_gpu) {
+    problem p;
+    p.op = (nj_op)given_or(o->op, BACKWARD);
+    p.dtype = (nj_dtype)given_or(o->dtype, on_gpu ? NJ_BF16 : NJ_F32);
+    p.layout = (layout)given_or(o->layout, PACKED);
+    p.cols = given_or(o->cols, 768);
+    p.outer = p.layout == CHANNELS_FIRST ? given_or(o->outer, 64) : given_or(o->rows, 8192);
+    p.inner = p.layout == CHANNELS_FIRST ? given_or(o->inner, 196) : 1;
+    return p;
+}
+
+static int is_asked_for(const struct suite_part *part, const options *o) {
+    return part->suite == (suite)o->suite && (!o->op || part->op == (nj_op)o->op) &&
+           (!o->dtype || part->dtype == (nj_dtype)o->dtype) &&
+           (!o->layout || part->layout == (layout)o->layout);
+}
+
+static void measure_suite(const options *o, machine *m, measure_fn measure, table *t) {
+    size_t i;
+    for (i = 0; i < sizeof suites / sizeof suites[0]; i++) {
+        const struct suite_part *part = &suites[i];
+        const shape *at;
+        problem p;
+        if (!is_asked_for(part, o)) continue;
+        p.op = part->op;
+        p.dtype = part->dtype;
+        p.layout = part->layout;
+        for (at = part->shapes; (*at)[0]; at++) {
+            p.outer = (*at)[0];
+            p.cols = (*at)[1];
+            p.inner = given_or((*at)[2], 1);
+            measure(m, &p, (int)o->repeats, t);
         }
     }
 }
 
 int main(int argc, char **argv) {
     options o = parse(argc, argv);
-    measure_fn measure = measure_norm;
+    const struct measurement *chosen = &measurements[o.mode];
     machine m;
     table t;
     t.format = o.format;
-    t.columns = norm_columns;
-    t.count = (int)(sizeof norm_columns / sizeof norm_columns[0]);
-    if (o.select) {
-        measure = measure_select;
-        t.columns = select_columns;
-        t.count = (int)(sizeof select_columns / sizeof select_columns[0]);
-    } else if (o.overhead) {
-        measure = measure_overhead;
-        t.columns = overhead_columns;
-        t.count = (int)(sizeof overhead_columns / sizeof overhead_columns[0]);
-    }
-    machine_open(&m, o.backend);
+    t.columns = chosen->columns;
+    machine_open(&m, (nj_backend)o.backend);
     table_begin(&t, nj_ctx_info(m.ctx));
-    measure_all(&o, &m, measure, &t);
+    if (o.suite) {
+        measure_suite(&o, &m, chosen->measure, &t);
+    } else {
+        problem p = one_problem(&o, m.on_gpu);
+        chosen->measure(&m, &p, (int)o.repeats, &t);
+    }
     table_end(&t);
     machine_close(&m);
     return 0;

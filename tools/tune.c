@@ -1,8 +1,10 @@
-/* Measures candidate geometries of the rows kernels against an elementwise add (backward) or copy
-   (forward) in the same process, through graph replays over rotating buffer sets. For developers: the
-   tuning table and ptx_src/DIARY.md come from it.
+/* Measures candidate geometries of the rows kernels beside the plan that the tuning table gives and
+   the elementwise kernel that moves the same bytes. For developers: the tuning table in
+   include/normjit/select.h and ptx_src/DIARY.md come from it. `tune --help` says how to call it.
 
-     tune CACHE_DIR fwd|bwd DTYPE rows cols [rows cols ...] */
+   Each number is the median of 7 replays of a graph of 24 calls over buffer sets that take turns
+   and together exceed 256 MB, or as many sets as calls. */
+#define _POSIX_C_SOURCE 200809L
 #define NORMJIT_IMPLEMENTATION
 #include "normjit.h"
 
@@ -11,313 +13,517 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define MAX_CANDIDATES 512
-#define CALLS 24 /* in a graph */
+enum {
+    CALLS = 24,   /* in a graph; sets of buffers at most */
+    REPLAYS = 7,  /* of a graph */
+    WORKERS = 16, /* processes that compile */
+    SHOWN = 7,    /* candidates of a shape, fastest first */
+    MAX_CANDIDATES = 512
+};
 
-static const char roofline_source[] =
-    "extern \"C\" __global__ void add(uint4 *o, const uint4 *a, const uint4 *b, long long n) {"
-    "  long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;"
-    "  if (i < n) { uint4 x = a[i], y = b[i]; o[i] = make_uint4(x.x ^ y.x, x.y ^ y.y, x.z ^ y.z, x.w ^ y.w); } }"
-    "extern \"C\" __global__ void copy(uint4 *o, const uint4 *a, long long n) {"
-    "  long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;"
-    "  if (i < n) o[i] = a[i]; }";
+/* What is compiled for before the driver is opened, which no process that forks may have done: an
+   H200. On another device candidates compile one by one, when they are measured. */
+static const nji_device_facts FORK_FACTS = {90, 132};
+
+static void die(const char *what, const char *why) {
+    fprintf(stderr, "tune: %s: %s\n", what, why);
+    exit(1);
+}
+
+static void require(nj_status status) {
+    if (status != NJ_OK) die(nj_status_string(status), nj_last_error());
+}
+
+/* ---- the shape at hand ----------------------------------------------------------------------- */
+
+typedef struct problem {
+    nj_desc desc; /* defaults filled in */
+    int64_t rows, cols;
+    size_t bytes; /* of x */
+} problem;
+
+static int is_forward(const problem *p) {
+    return p->desc.op == NJ_OP_LAYER_NORM_FORWARD;
+}
+
+static problem problem_of(nj_op op, nj_dtype dtype, int64_t rows, int64_t cols) {
+    problem p;
+    memset(&p, 0, sizeof p);
+    p.desc.rank = 2;
+    p.desc.shape[0] = rows;
+    p.desc.shape[1] = cols;
+    p.desc.norm_axes = 1u << 1;
+    p.desc.op = op;
+    p.desc.dtype = dtype;
+    p.desc.has_gamma = p.desc.has_beta = 1;
+    p.desc.eps = op == NJ_OP_LAYER_NORM_FORWARD ? 1e-5 : 0;
+    require(nji_check_desc(&p.desc, &p.rows, &p.cols, "tune"));
+    p.bytes = (size_t)(rows * cols) * nj_dtype_size(dtype);
+    return p;
+}
+
+/* ---- candidates ------------------------------------------------------------------------------ */
 
 typedef struct candidate {
     nji_tuning tuning;
     nji_choice choice;
-    float us;
+    double us;
 } candidate;
 
-static int same_choice(const nji_choice *a, const nji_choice *b) {
-    return memcmp(a, b, sizeof *a) == 0;
+typedef struct candidates {
+    candidate list[MAX_CANDIDATES];
+    int count;
+} candidates;
+
+/* A rough bound: gamma and two accumulators for each column that a thread keeps, x and dy of one
+   row, or of two with prefetch, packed two to a register when they are narrow. */
+static int fits_registers(const problem *p, const nji_choice *c, int prefetch) {
+    int per_thread = c->chunks * c->vec, rows = 1 + prefetch;
+    int row = (p->desc.dtype == NJ_F32 ? 2 : 1) * rows;
+    int have = 65536 / (c->blocks * c->threads);
+    return per_thread * (3 + row) + 24 <= (have < 255 ? have : 255);
 }
 
-/* All geometries worth trying for a shape. */
-static int candidates(const nj_desc *desc, int64_t rows, int64_t cols, const nji_device_facts *facts,
-                      candidate *out) {
+static int is_worth_a_try(const problem *p, const candidate *c) {
+    const nji_choice *choice = &c->choice;
+    if (choice->family != NJI_ROWS || choice->threads > 1024) return 0;
+    if (choice->chunks * choice->vec > 32) return 0;
+    if (choice->blocks > 32 || choice->blocks * choice->threads > 2048) return 0;
+    if (choice->slices > 1 && choice->lanes < 128) return 0;
+    return is_forward(p) || fits_registers(p, choice, c->tuning.prefetch);
+}
+
+/* Adds what the tuning row makes of the shape, unless another row has made the same of it. */
+static void candidates_add(candidates *all, const problem *p, const nji_device_facts *facts,
+                           const nji_tuning *tuning) {
+    candidate *c = &all->list[all->count];
+    nj_preference no_demands;
+    int i;
+    if (all->count == MAX_CANDIDATES) die("candidates", "too many");
+    memset(c, 0, sizeof *c); /* padding, too: choices are compared bytewise */
+    memset(&no_demands, 0, sizeof no_demands);
+    c->tuning = *tuning;
+    c->choice.forward = is_forward(p);
+    nji_cut_row(&p->desc, tuning, p->cols, facts->arch, &c->choice);
+    if (!is_worth_a_try(p, c)) return;
+    require(nji_choose_parts(&p->desc, p->rows, p->cols, facts, &no_demands, &c->choice, "tune"));
+    for (i = 0; i < all->count; i++) {
+        if (memcmp(&all->list[i].choice, &c->choice, sizeof c->choice) == 0) return;
+    }
+    all->count++;
+}
+
+#define COUNT(array) ((int)(sizeof(array) / sizeof(array)[0]))
+
+/* All geometries that may be worth it. */
+static void candidates_find(candidates *all, const problem *p, const nji_device_facts *facts) {
     static const int elements[] = {4, 8, 16, 24, 32};
     static const int resident[] = {256, 384, 512, 768, 1024, 2048};
     static const int lanes[] = {32, 128, 256, 512, 1024};
     static const int threads[] = {64, 128, 256};
-    int forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
-    int count = 0, e, r, l, t, p, i;
-    for (e = 0; e < 5; e++)
-        for (r = 0; r < 6; r++)
-            for (l = 0; l < 5; l++)
-                for (t = 0; t < 3; t++)
-                    for (p = 0; p < 2; p++) {
-                        candidate *c = &out[count];
-                        nj_preference pref;
-                        int64_t per_thread;
-                        memset(c, 0, sizeof *c);
-                        memset(&pref, 0, sizeof pref);
-                        if (lanes[l] > 32 && t > 0) continue;
-                        if (forward && p == 1) continue;
-                        c->tuning.elements = elements[e];
-                        c->tuning.max_lanes = lanes[l];
-                        c->tuning.threads = threads[t];
-                        c->tuning.max_slices = 8;
-                        c->tuning.resident = resident[r];
-                        c->tuning.prefetch = p;
-                        if (c->tuning.elements < 16 / (int)nj_dtype_size(desc->dtype)) continue;
-                        c->choice.forward = forward;
-                        nji_cut_row(desc, &c->tuning, cols, facts->arch, &c->choice);
-                        if (c->choice.family != NJI_ROWS || c->choice.threads > 1024) continue;
-                        per_thread = (int64_t)c->choice.chunks * c->choice.vec;
-                        if (per_thread > 32) continue;
-                        /* Registers: accumulators, gamma, both rows; a rough bound. */
-                        if (!forward) {
-                            int wide = desc->dtype == NJ_F32 ? 2 : 1;
-                            int registers = (int)(per_thread * (3 + wide * (1 + p)) + 24);
-                            int have = 65536 / (c->choice.blocks * c->choice.threads);
-                            if (registers > (have > 255 ? 255 : have)) continue;
-                        }
-                        if (c->choice.blocks > 32 || c->choice.blocks * c->choice.threads > 2048) continue;
-                        if (c->choice.slices > 1 && c->choice.lanes < 128) continue;
-                        if (nji_choose_parts(desc, rows, cols, facts, &pref, &c->choice, "tune") != NJ_OK) {
-                            continue;
-                        }
-                        for (i = 0; i < count; i++) {
-                            if (same_choice(&out[i].choice, &c->choice)) break;
-                        }
-                        if (i == count && count < MAX_CANDIDATES - 1) count++;
+    int e, r, l, t, prefetch;
+    all->count = 0;
+    for (e = 0; e < COUNT(elements); e++) {
+        if (elements[e] < 16 / (int)nj_dtype_size(p->desc.dtype)) continue;
+        for (r = 0; r < COUNT(resident); r++) {
+            for (l = 0; l < COUNT(lanes); l++) {
+                for (t = 0; t < (lanes[l] > 32 ? 1 : COUNT(threads)); t++) {
+                    for (prefetch = 0; prefetch < (is_forward(p) ? 1 : 2); prefetch++) {
+                        nji_tuning tuning;
+                        memset(&tuning, 0, sizeof tuning);
+                        tuning.elements = elements[e];
+                        tuning.max_lanes = lanes[l];
+                        tuning.threads = threads[t];
+                        tuning.max_slices = 8;
+                        tuning.resident = resident[r];
+                        tuning.prefetch = prefetch;
+                        candidates_add(all, p, facts, &tuning);
                     }
-    return count;
-}
-
-static void describe(nj_desc *desc, int forward, nj_dtype dtype, int64_t rows, int64_t cols) {
-    int64_t r, c;
-    memset(desc, 0, sizeof *desc);
-    desc->rank = 2;
-    desc->shape[0] = rows;
-    desc->shape[1] = cols;
-    desc->norm_axes = 2;
-    desc->op = forward ? NJ_OP_LAYER_NORM_FORWARD : NJ_OP_LAYER_NORM_BACKWARD;
-    desc->dtype = dtype;
-    desc->has_gamma = desc->has_beta = 1;
-    desc->eps = 1e-5;
-    nji_check_desc(desc, &r, &c, "tune");
-}
-
-/* Fills the disk cache from several processes: NVRTC is the slow part. */
-static void compile_all(const char *cache, const nj_desc *desc, int64_t cols, int arch, candidate *list,
-                        int count) {
-    int workers = 16, w;
-    for (w = 0; w < workers; w++) {
-        nj_ctx_desc ctx_desc;
-        nji_jit jit;
-        int i;
-        if (fork() != 0) continue;
-        memset(&ctx_desc, 0, sizeof ctx_desc);
-        ctx_desc.cache_dir = cache;
-        memset(&jit, 0, sizeof jit);
-        if (nji_jit_open(&jit, &ctx_desc, "tune") != NJ_OK) _exit(1);
-        for (i = w; i < count; i += workers) {
-            nji_options options;
-            nji_jit_request request;
-            nji_image image;
-            nji_rows_options(desc, cols, &list[i].choice, &options);
-            request.name = "norm_rows.cu";
-            request.lines = nji_program_rows;
-            request.source_hash = NJI_PROGRAM_ROWS_HASH;
-            request.options = options.list;
-            request.option_count = options.count;
-            request.arch = arch;
-            request.arch_specific = 0;
-            if (nji_jit_image(&jit, &request, &image, "tune") == NJ_OK) nji_image_free(&image);
-            else fprintf(stderr, "%s\n", nj_last_error());
+                }
+            }
         }
-        _exit(0);
+    }
+}
+
+static int by_time(const void *a, const void *b) {
+    double x = ((const candidate *)a)->us, y = ((const candidate *)b)->us;
+    return (x > y) - (x < y);
+}
+
+static void candidates_print(candidates *all, double roofline_us) {
+    int i;
+    qsort(all->list, (size_t)all->count, sizeof all->list[0], by_time);
+    for (i = 0; i < all->count && i < SHOWN; i++) {
+        const candidate *c = &all->list[i];
+        printf("   %.1f us ratio %.3f: elements %d lanes %d/%d chunks %d threads %d slices %d "
+               "blocks %d resident %d prefetch %d parts %d\n",
+               c->us, roofline_us / c->us, c->tuning.elements, c->choice.lanes, c->tuning.max_lanes,
+               c->choice.chunks, c->choice.threads, c->choice.slices, c->choice.blocks,
+               c->tuning.resident, c->choice.prefetch, c->choice.parts);
+    }
+    printf("   of %d candidates\n", all->count);
+    fflush(stdout);
+}
+
+/* ---- compiling ahead ------------------------------------------------------------------------- */
+
+/* Every WORKERS-th candidate into the disk cache. */
+static void compile_share(const char *cache, const problem *p, const candidates *all, int worker) {
+    nj_ctx_desc how;
+    nji_jit jit;
+    int i;
+    memset(&how, 0, sizeof how);
+    memset(&jit, 0, sizeof jit);
+    how.cache_dir = cache;
+    require(nji_jit_open(&jit, &how, "tune"));
+    for (i = worker; i < all->count; i += WORKERS) {
+        const nji_fast_program *program = nji_fast_program_of(&all->list[i].choice);
+        nji_options options;
+        nji_jit_request request;
+        nji_image image;
+        nji_fast_options(&p->desc, p->cols, &all->list[i].choice, &options);
+        request.name = program->name;
+        request.lines = program->lines;
+        request.source_hash = program->hash;
+        request.options = options.list;
+        request.option_count = options.count;
+        request.arch = FORK_FACTS.arch;
+        request.arch_specific = 0;
+        if (nji_jit_image(&jit, &request, &image, "tune") == NJ_OK)
+            nji_image_free(&image);
+        else
+            fprintf(stderr, "%s\n", nj_last_error());
+    }
+    nji_jit_close(&jit);
+}
+
+/* NVRTC is the slow part, and runs on one core: several processes fill the disk cache. */
+static void compile_ahead(const char *cache, const problem *p) {
+    static candidates all;
+    int worker;
+    candidates_find(&all, p, &FORK_FACTS);
+    for (worker = 0; worker < WORKERS; worker++) {
+        pid_t child = fork();
+        if (child < 0) die("fork", "failed");
+        if (child == 0) {
+            compile_share(cache, p, &all, worker);
+            _exit(0);
+        }
     }
     while (wait(NULL) > 0) {
     }
 }
 
-static float replay(gpu *g, void *exec) {
-    float best[7];
-    int i, j;
-    void *from = gpu_event(g), *to = gpu_event(g);
-    gpu_graph_launch(g, exec);
-    for (i = 0; i < 7; i++) {
-        gpu_record(g, from);
-        gpu_graph_launch(g, exec);
-        gpu_record(g, to);
-        gpu_wait(g);
-        best[i] = gpu_elapsed_ms(g, from, to) * 1000.0f / CALLS;
-    }
-    for (i = 0; i < 7; i++)
-        for (j = i + 1; j < 7; j++)
-            if (best[j] < best[i]) {
-                float swap = best[i];
-                best[i] = best[j];
-                best[j] = swap;
-            }
-    gpu_event_free(g, from);
-    gpu_event_free(g, to);
-    return best[3];
+/* ---- the device ------------------------------------------------------------------------------ */
+
+typedef struct machine {
+    gpu gpu;
+    nj_ctx *ctx;
+    void *add, *copy; /* the elementwise kernels */
+} machine;
+
+static void machine_require(machine *m, int ok) {
+    if (!ok) die("CUDA", m->gpu.error);
 }
 
-static int by_time(const void *a, const void *b) {
-    float x = ((const candidate *)a)->us, y = ((const candidate *)b)->us;
-    return x < y ? -1 : x > y;
+static void machine_load_roofline(machine *m) {
+    static const char source[] =
+        "extern \"C\" __global__ void add(uint4 *o, const uint4 *a, const uint4 *b, long long n) "
+        "{\n"
+        "    long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
+        "    if (i < n) {\n"
+        "        uint4 x = a[i], y = b[i];\n"
+        "        o[i] = make_uint4(x.x ^ y.x, x.y ^ y.y, x.z ^ y.z, x.w ^ y.w);\n"
+        "    }\n"
+        "}\n"
+        "extern \"C\" __global__ void copy(uint4 *o, const uint4 *a, long long n) {\n"
+        "    long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
+        "    if (i < n) o[i] = a[i];\n"
+        "}\n";
+    const char *const lines[] = {source, NULL};
+    const nji_driver *driver = &m->ctx->cuda.driver;
+    nji_jit_request request;
+    nji_image image;
+    void *module;
+    memset(&request, 0, sizeof request);
+    request.name = "roofline";
+    request.lines = lines;
+    request.source_hash = nji_hash_text(NJI_HASH_SEED, source);
+    request.arch = m->ctx->cuda.facts.arch;
+    require(nji_jit_image(&m->ctx->cuda.jit, &request, &image, "tune"));
+    machine_require(m,
+                    gpu_ok(&m->gpu, driver->cuModuleLoadDataEx(&module, image.data, 0, NULL, NULL),
+                           "cuModuleLoadDataEx") &&
+                        gpu_ok(&m->gpu, driver->cuModuleGetFunction(&m->add, module, "add"),
+                               "cuModuleGetFunction") &&
+                        gpu_ok(&m->gpu, driver->cuModuleGetFunction(&m->copy, module, "copy"),
+                               "cuModuleGetFunction"));
+    nji_image_free(&image);
+}
+
+static void machine_open(machine *m, const char *cache) {
+    nj_ctx_desc how;
+    machine_require(m, gpu_open(&m->gpu, 0));
+    memset(&how, 0, sizeof how);
+    how.cache_dir = cache;
+    how.backend = NJ_BACKEND_CUDA;
+    require(nj_ctx_create(&m->ctx, &how));
+    machine_load_roofline(m);
+}
+
+static void machine_close(machine *m) {
+    nj_ctx_destroy(m->ctx);
+    gpu_close(&m->gpu);
+}
+
+static void *machine_alloc(machine *m, size_t bytes) {
+    void *p = gpu_alloc(&m->gpu, bytes);
+    machine_require(m, p != NULL);
+    return p;
+}
+
+/* ---- operands -------------------------------------------------------------------------------- */
+
+typedef struct operands {
+    nj_plan *plan;
+    int sets;
+    nj_args args[CALLS]; /* those of a set; sets share statistics and parameters */
+    void *memory[CALLS]; /* x, dy and the output of a set */
+    void *shared;        /* statistics and parameters */
+    void *workspace;
+} operands;
+
+static size_t padded(size_t bytes) {
+    return (bytes + 255) / 256 * 256;
+}
+
+/* The upper halves of numbers in [-1, 1): bf16; read as f16 or f32, finite numbers below 2. */
+static void *random_bytes(size_t bytes) {
+    uint16_t *halves = (uint16_t *)malloc(bytes);
+    size_t i;
+    if (!halves) die("malloc", "out of memory");
+    srand(1);
+    for (i = 0; i < bytes / 2; i++) {
+        float value = (float)rand() / (float)RAND_MAX * 2 - 1;
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        halves[i] = (uint16_t)(bits >> 16);
+    }
+    return halves;
+}
+
+static void operands_fill_set(machine *m, const problem *p, operands *o, const void *fill,
+                              int set) {
+    char *at = (char *)machine_alloc(m, 3 * padded(p->bytes));
+    nj_args *args = &o->args[set];
+    o->memory[set] = at;
+    args->x = nj_packed_const(at, 2, p->desc.shape);
+    args->dy = nj_packed_const(at + padded(p->bytes), 2, p->desc.shape);
+    args->y = args->dx = nj_packed(at + 2 * padded(p->bytes), 2, p->desc.shape);
+    machine_require(m, gpu_upload(&m->gpu, at, fill, p->bytes) &&
+                           gpu_upload(&m->gpu, at + padded(p->bytes), fill, p->bytes));
+}
+
+/* One mean of 0, one rstd near 0.75 for all rows; gamma and beta like x. */
+static void operands_fill_shared(machine *m, const problem *p, operands *o, const void *fill) {
+    size_t stat = padded((size_t)p->rows * sizeof(double));
+    size_t param = padded((size_t)p->cols * sizeof(double));
+    size_t param_bytes = (size_t)p->cols * nj_dtype_size(p->desc.dtype);
+    char *at = (char *)machine_alloc(m, 2 * stat + 4 * param), *params = at + 2 * stat;
+    int64_t stat_shape[2];
+    int set;
+    o->shared = at;
+    machine_require(m, gpu_fill(&m->gpu, at, 0, stat) && gpu_fill(&m->gpu, at + stat, 0x3f, stat) &&
+                           gpu_upload(&m->gpu, params, fill, param_bytes) &&
+                           gpu_upload(&m->gpu, params + param, fill, param_bytes));
+    stat_shape[0] = p->rows;
+    stat_shape[1] = 1;
+    for (set = 0; set < o->sets; set++) {
+        nj_args *args = &o->args[set];
+        args->mean = nj_packed(at, 2, stat_shape);
+        args->rstd = nj_packed(at + stat, 2, stat_shape);
+        args->gamma = nj_packed_const(params, 1, &p->cols);
+        args->beta = nj_packed_const(params + param, 1, &p->cols);
+        args->dgamma = nj_packed(params + 2 * param, 1, &p->cols);
+        args->dbeta = nj_packed(params + 3 * param, 1, &p->cols);
+    }
+}
+
+/* The workspace is large enough for every candidate. */
+static void operands_open(machine *m, const problem *p, const candidates *all, operands *o) {
+    size_t moved = p->bytes * (is_forward(p) ? 2 : 3), workspace;
+    void *fill = random_bytes(p->bytes);
+    int i;
+    memset(o, 0, sizeof *o);
+    require(nj_plan_select(&o->plan, m->ctx, &p->desc, NULL));
+    o->sets = (int)(256000000 / moved) + 2;
+    if (o->sets > CALLS) o->sets = CALLS;
+    for (i = 0; i < o->sets; i++)
+        operands_fill_set(m, p, o, fill, i);
+    operands_fill_shared(m, p, o, fill);
+    free(fill);
+    workspace = o->plan->workspace_bytes;
+    for (i = 0; i < all->count; i++) {
+        size_t needed = (size_t)nji_workspace_of(&all->list[i].choice);
+        if (needed > workspace) workspace = needed;
+    }
+    o->workspace = machine_alloc(m, workspace + 1); /* a forward may need none */
+}
+
+static void operands_close(machine *m, operands *o) {
+    int set;
+    for (set = 0; set < o->sets; set++)
+        gpu_free(&m->gpu, o->memory[set]);
+    gpu_free(&m->gpu, o->shared);
+    gpu_free(&m->gpu, o->workspace);
+    nj_plan_destroy(o->plan);
+}
+
+/* ---- timing ---------------------------------------------------------------------------------- */
+
+typedef void (*call_fn)(machine *m, const problem *p, const operands *o, int set);
+
+static void call_norm(machine *m, const problem *p, const operands *o, int set) {
+    (void)p;
+    require(
+        nj_plan_run(o->plan, &o->args[set], o->workspace, o->plan->workspace_bytes, m->gpu.stream));
+}
+
+static void call_roofline(machine *m, const problem *p, const operands *o, int set) {
+    const nj_args *args = &o->args[set];
+    const void *x = args->x.data, *dy = args->dy.data;
+    void *out = args->dx.data, *parameters[4];
+    long long count = (long long)(p->bytes / 16);
+    int n = 0;
+    parameters[n++] = &out;
+    parameters[n++] = &x;
+    if (!is_forward(p)) parameters[n++] = &dy;
+    parameters[n++] = &count;
+    machine_require(m, gpu_ok(&m->gpu,
+                              m->ctx->cuda.driver.cuLaunchKernel(
+                                  is_forward(p) ? m->copy : m->add, (unsigned)((count + 255) / 256),
+                                  1, 1, 256, 1, 1, 0, m->gpu.stream, parameters, NULL),
+                              "cuLaunchKernel"));
+}
+
+static int by_value(const void *a, const void *b) {
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+
+/* Microseconds of one call. */
+static double measure(machine *m, const problem *p, const operands *o, call_fn call) {
+    gpu *g = &m->gpu;
+    void *graph, *from = gpu_event(g), *to = gpu_event(g);
+    float ms[REPLAYS];
+    int i;
+    machine_require(m, from && to && gpu_capture_begin(g));
+    for (i = 0; i < CALLS; i++)
+        call(m, p, o, i % o->sets);
+    graph = gpu_capture_end(g);
+    machine_require(m, graph && gpu_graph_launch(g, graph)); /* warms up */
+    for (i = 0; i < REPLAYS; i++) {
+        machine_require(m, gpu_record(g, from) && gpu_graph_launch(g, graph) && gpu_record(g, to));
+        ms[i] = gpu_elapsed_ms(g, from, to);
+        machine_require(m, ms[i] >= 0);
+    }
+    qsort(ms, REPLAYS, sizeof ms[0], by_value);
+    gpu_graph_free(g, graph);
+    gpu_event_free(g, from);
+    gpu_event_free(g, to);
+    return 1e3 * ms[REPLAYS / 2] / CALLS;
+}
+
+/* Puts the candidate's kernel into the plan in place of the one there. */
+static void plan_take(machine *m, const problem *p, nj_plan *plan, const nji_choice *choice) {
+    plan->cuda.choice = *choice;
+    plan->cuda.fast_second = NULL; /* the table may have chosen two kernels */
+    plan->workspace_bytes = (size_t)nji_workspace_of(choice);
+    require(nji_cuda_select_fast(&m->ctx->cuda, &plan->cuda, p->cols, "tune"));
+}
+
+/* ---- the command line ------------------------------------------------------------------------ */
+
+static const char *const dtype_name[] = {"", "f16", "bf16", "f32", "f64"};
+
+static void tune(machine *m, const problem *p) {
+    static candidates all;
+    operands o;
+    double roofline, table;
+    int i;
+    candidates_find(&all, p, &m->ctx->cuda.facts);
+    operands_open(m, p, &all, &o);
+    roofline = measure(m, p, &o, call_roofline);
+    table = measure(m, p, &o, call_norm);
+    printf("%lld x %lld %s %s: roofline %.1f table %.1f us ratio %.3f\n", (long long)p->rows,
+           (long long)p->cols, is_forward(p) ? "fwd" : "bwd", dtype_name[p->desc.dtype], roofline,
+           table, roofline / table);
+    for (i = 0; i < all.count; i++) {
+        plan_take(m, p, o.plan, &all.list[i].choice);
+        all.list[i].us = measure(m, p, &o, call_norm);
+    }
+    candidates_print(&all, roofline);
+    operands_close(m, &o);
+}
+
+static void usage(FILE *to) {
+    fputs("usage: tune CACHE_DIR fwd|bwd f16|bf16|f32|f64 ROWS COLS [ROWS COLS ...]\n"
+          "  CACHE_DIR  kernels are kept there from run to run\n"
+          "Prints for each shape the elementwise kernel, what the tuning table gives, and the\n"
+          "fastest candidates. Needs a GPU; compiles hundreds of kernels.\n",
+          to);
+}
+
+static void misuse(const char *what, const char *value) {
+    fprintf(stderr, "tune: %s %s\n", what, value);
+    usage(stderr);
+    exit(2);
+}
+
+static nj_op parse_op(const char *text) {
+    if (strcmp(text, "fwd") == 0) return NJ_OP_LAYER_NORM_FORWARD;
+    if (strcmp(text, "bwd") != 0) misuse("neither fwd nor bwd:", text);
+    return NJ_OP_LAYER_NORM_BACKWARD;
+}
+
+static nj_dtype parse_dtype(const char *text) {
+    int i;
+    for (i = 1; i < COUNT(dtype_name); i++) {
+        if (strcmp(text, dtype_name[i]) == 0) return (nj_dtype)i;
+    }
+    misuse("no such type:", text);
+    return NJ_DTYPE_UNSET;
+}
+
+static int64_t parse_extent(const char *text) {
+    char *end;
+    long long n = strtoll(text, &end, 10);
+    if (end == text || *end || n < 1 || n > INT32_MAX) misuse("neither rows nor cols:", text);
+    return n;
 }
 
 int main(int argc, char **argv) {
-    static candidate list[MAX_CANDIDATES];
-    nj_ctx_desc ctx_desc;
-    nj_ctx *ctx;
-    gpu g;
-    int forward, s, i;
+    machine m;
+    nj_op op;
     nj_dtype dtype;
-    void *add = NULL, *copy = NULL;
-    if (argc < 6) return 2;
-    forward = argv[2][0] == 'f';
-    dtype = (nj_dtype)atoi(argv[3]);
-    for (s = 4; s + 1 < argc; s += 2) { /* before the driver: fork */
-        nj_desc desc;
-        nji_device_facts facts;
-        int count;
-        facts.arch = 90;
-        facts.multiprocessors = 132;
-        describe(&desc, forward, dtype, atoll(argv[s]), atoll(argv[s + 1]));
-        count = candidates(&desc, atoll(argv[s]), atoll(argv[s + 1]), &facts, list);
-        compile_all(argv[1], &desc, atoll(argv[s + 1]), 90, list, count);
+    int pass, i;
+    if (argc == 2 && strcmp(argv[1], "--help") == 0) {
+        usage(stdout);
+        return 0;
     }
-    if (!gpu_open(&g, 0)) return printf("%s\n", g.error), 1;
-    memset(&ctx_desc, 0, sizeof ctx_desc);
-    ctx_desc.cache_dir = argv[1];
-    ctx_desc.backend = NJ_BACKEND_CUDA;
-    if (nj_ctx_create(&ctx, &ctx_desc) != NJ_OK) return printf("%s\n", nj_last_error()), 1;
-    {
-        const char *lines[2] = {roofline_source, NULL};
-        nji_jit_request request;
-        nji_image image;
-        void *module = NULL;
-        memset(&request, 0, sizeof request);
-        request.name = "roofline";
-        request.lines = lines;
-        request.source_hash = nji_hash_text(NJI_HASH_SEED, roofline_source);
-        request.arch = ctx->cuda.facts.arch;
-        if (nji_jit_image(&ctx->cuda.jit, &request, &image, "tune") != NJ_OK) return printf("%s\n", nj_last_error()), 1;
-        ctx->cuda.driver.cuModuleLoadDataEx(&module, image.data, 0, NULL, NULL);
-        ctx->cuda.driver.cuModuleGetFunction(&add, module, "add");
-        ctx->cuda.driver.cuModuleGetFunction(&copy, module, "copy");
+    if (argc < 6 || argc % 2 != 0) misuse("too few arguments, or rows without cols", "");
+    op = parse_op(argv[2]);
+    dtype = parse_dtype(argv[3]);
+    for (pass = 0; pass < 2; pass++) {
+        if (pass == 1) machine_open(&m, argv[1]);
+        for (i = 4; i < argc; i += 2) {
+            problem p = problem_of(op, dtype, parse_extent(argv[i]), parse_extent(argv[i + 1]));
+            if (pass == 0)
+                compile_ahead(argv[1], &p);
+            else
+                tune(&m, &p);
+        }
     }
-    for (s = 4; s + 1 < argc; s += 2) {
-        int64_t rows = atoll(argv[s]), cols = atoll(argv[s + 1]);
-        nj_desc desc;
-        nj_plan *plan;
-        int64_t shape[2], pshape[1], sshape[2];
-        size_t bytes, set_bytes;
-        int sets, count, k;
-        void *x[64], *dy[64], *out[64], *mean, *rstd, *gamma, *beta, *dgamma, *dbeta, *workspace, *exec;
-        float roofline;
-        unsigned short *fill;
-        describe(&desc, forward, dtype, rows, cols);
-        if (nj_plan_select(&plan, ctx, &desc, NULL) != NJ_OK) return printf("%s\n", nj_last_error()), 1;
-        shape[0] = sshape[0] = rows;
-        shape[1] = pshape[0] = cols;
-        sshape[1] = 1;
-        bytes = (size_t)(rows * cols) * nj_dtype_size(dtype);
-        set_bytes = bytes * (forward ? 2 : 3);
-        sets = (int)(256000000 / set_bytes) + 2;
-        if (sets > CALLS) sets = CALLS;
-        fill = (unsigned short *)malloc(bytes);
-        srand(1);
-        for (size_t b = 0; b < bytes / 2; b++) {
-            union { float f; unsigned u; } v;
-            v.f = (float)rand() / (float)RAND_MAX * 2 - 1;
-            fill[b] = (unsigned short)(v.u >> 16);
-        }
-        for (k = 0; k < sets; k++) {
-            x[k] = gpu_alloc(&g, bytes);
-            dy[k] = forward ? NULL : gpu_alloc(&g, bytes);
-            out[k] = gpu_alloc(&g, bytes);
-            if (!out[k]) return printf("%s\n", g.error), 1;
-            gpu_upload(&g, x[k], fill, bytes);
-            if (!forward) gpu_upload(&g, dy[k], fill, bytes);
-        }
-        mean = gpu_alloc(&g, (size_t)rows * 8);
-        rstd = gpu_alloc(&g, (size_t)rows * 8);
-        gpu_fill(&g, mean, 0, (size_t)rows * 8);
-        gpu_fill(&g, rstd, 0x3f, (size_t)rows * 8);
-        gamma = gpu_alloc(&g, (size_t)cols * 8);
-        beta = gpu_alloc(&g, (size_t)cols * 8);
-        dgamma = gpu_alloc(&g, (size_t)cols * 8);
-        dbeta = gpu_alloc(&g, (size_t)cols * 8);
-        gpu_upload(&g, gamma, fill, (size_t)cols * 2);
-        gpu_upload(&g, beta, fill, (size_t)cols * 2);
-        workspace = gpu_alloc(&g, (size_t)cols * 2 * 8 * 132 * 16 + 1024);
-        free(fill);
-        gpu_capture_begin(&g);
-        for (k = 0; k < CALLS; k++) {
-            long long n = (long long)(bytes / 16);
-            void *p[4];
-            p[0] = &out[k % sets];
-            p[1] = &x[k % sets];
-            p[2] = forward ? (void *)&n : (void *)&dy[k % sets];
-            p[3] = &n;
-            ctx->cuda.driver.cuLaunchKernel(forward ? copy : add, (unsigned)((n + 255) / 256), 1, 1, 256, 1, 1, 0, g.stream, p, NULL);
-        }
-        exec = gpu_capture_end(&g);
-        roofline = replay(&g, exec);
-        gpu_graph_free(&g, exec);
-        count = candidates(&desc, rows, cols, &ctx->cuda.facts, list);
-        for (i = -1; i < count; i++) {
-            candidate *c = i < 0 ? NULL : &list[i];
-            float us;
-            int k2;
-            nj_status status = NJ_OK;
-            if (c) {
-                plan->cuda.choice = c->choice;
-                plan->workspace_bytes = (size_t)nji_workspace_of(&c->choice);
-                status = nji_cuda_select_rows(&ctx->cuda, &plan->cuda, cols, "tune");
-            }
-            if (status != NJ_OK) return printf("%s\n", nj_last_error()), 1;
-            gpu_capture_begin(&g);
-            for (k2 = 0; k2 < CALLS && status == NJ_OK; k2++) {
-                nj_args args;
-                memset(&args, 0, sizeof args);
-                k = k2 % sets;
-                args.x = nj_packed_const(x[k], 2, shape);
-                args.dy = nj_packed_const(dy[k], 2, shape);
-                args.gamma = nj_packed_const(gamma, 1, pshape);
-                args.beta = nj_packed_const(beta, 1, pshape);
-                args.mean = nj_packed(mean, 2, sshape);
-                args.rstd = nj_packed(rstd, 2, sshape);
-                args.y = args.dx = nj_packed(out[k], 2, shape);
-                args.dgamma = nj_packed(dgamma, 1, pshape);
-                args.dbeta = nj_packed(dbeta, 1, pshape);
-                status = nj_plan_run(plan, &args, workspace, plan->workspace_bytes, g.stream);
-            }
-            exec = gpu_capture_end(&g);
-            if (status != NJ_OK || !exec) {
-                return printf("failed: %s %s\n", nj_last_error(), g.error), 1;
-            }
-            us = replay(&g, exec);
-            gpu_graph_free(&g, exec);
-            if (c) c->us = us;
-            else printf("%lld x %lld %s dtype %d: roofline %.1f table %.1f us ratio %.3f\n", (long long)rows,
-                        (long long)cols, forward ? "fwd" : "bwd", (int)dtype, roofline, us, roofline / us);
-        }
-        qsort(list, (size_t)count, sizeof list[0], by_time);
-        for (i = 0; i < count && i < 7; i++) {
-            candidate *c = &list[i];
-            printf("   %.1f us ratio %.3f: elements %d lanes %d/%d chunks %d threads %d slices %d blocks %d resident %d prefetch %d parts %d\n",
-                   c->us, roofline / c->us, c->tuning.elements, c->choice.lanes, c->tuning.max_lanes, c->choice.chunks, c->choice.threads,
-                   c->choice.slices, c->choice.blocks, c->tuning.resident, c->choice.prefetch, c->choice.parts);
-        }
-        printf("   of %d candidates\n", count);
-        fflush(stdout);
-        for (k = 0; k < sets; k++) {
-            gpu_free(&g, x[k]);
-            if (dy[k]) gpu_free(&g, dy[k]);
-            gpu_free(&g, out[k]);
-        }
-        gpu_free(&g, workspace);
-        nj_plan_destroy(plan);
-    }
-    nj_ctx_destroy(ctx);
-    gpu_close(&g);
+    machine_close(&m);
     return 0;
 }

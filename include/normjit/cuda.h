@@ -13,13 +13,14 @@ typedef struct nji_cuda {
     nji_driver driver;
     nji_jit jit;
     nji_device_facts facts;
-    int ordinal;           /* of the device */
+    int ordinal;          /* of the device */
     nji_cu_device device; /* the device's number and the driver's handle */
     char name[96];
     nji_cu_context context;
     int retained; /* the device's primary context is held by us */
     uint32_t flags;
     nji_module *modules; /* guarded by the ctx's lock */
+    int refuses;         /* the driver is too old for what this NVRTC makes: embedded PTX only */
 } nji_cuda;
 
 /* Kernels of a plan; NULL where the plan has no use for one. */
@@ -27,10 +28,10 @@ typedef struct nji_cuda_plan {
     nji_choice choice;
     nj_desc desc;
     size_t workspace_bytes;
-    nj_source rows_source, strided_source;
+    nj_source fast_source, strided_source;
     int arch_specific;
-    void *rows_first;  /* the rows kernel, or the split kernels' first */
-    void *rows_second; /* the split kernels' second */
+    void *fast_first;  /* the rows or tiles kernel, or the split kernels' first */
+    void *fast_second; /* the split kernels' second */
     void *strided, *strided_parts, *params_sum;
 } nji_cuda_plan;
 
@@ -53,7 +54,8 @@ static void nji_cuda_leave(const nji_cuda *cuda, int pushed) {
     if (pushed) cuda->driver.cuCtxPopCurrent(&popped);
 }
 
-static nj_status nji_cuda_attribute(const nji_cuda *cuda, int attribute, int *value, const char *call) {
+static nj_status nji_cuda_attribute(const nji_cuda *cuda, int attribute, int *value,
+                                    const char *call) {
     int result = cuda->driver.cuDeviceGetAttribute(value, attribute, cuda->device);
     return result == 0 ? NJ_OK
                        : nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetAttribute");
@@ -67,8 +69,8 @@ static nj_status nji_cuda_find_device(nji_cuda *cuda, const nj_ctx_desc *desc, c
     result = cuda->driver.cuDeviceGetCount(&count);
     if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetCount");
     if (desc->device >= count) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: the driver sees %d CUDA device(s)", call,
-                        (int)desc->device, count);
+        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: the driver sees %d CUDA device(s)",
+                        call, (int)desc->device, count);
     }
     cuda->ordinal = desc->device;
     result = cuda->driver.cuDeviceGet(&cuda->device, desc->device);
@@ -78,13 +80,14 @@ static nj_status nji_cuda_find_device(nji_cuda *cuda, const nj_ctx_desc *desc, c
     status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MAJOR, &major, call);
     if (status == NJ_OK) status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MINOR, &minor, call);
     if (status == NJ_OK) {
-        status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_MULTIPROCESSORS, &cuda->facts.multiprocessors,
-                                    call);
+        status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_MULTIPROCESSORS,
+                                    &cuda->facts.multiprocessors, call);
     }
     if (status != NJ_OK) return status;
     cuda->facts.arch = major * 10 + minor;
     if (cuda->facts.arch < NJI_LEAST_ARCH) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: %s is sm_%d: sm_%d or later is needed", call,
+        return nji_fail(NJ_UNSUPPORTED,
+                        "%s: desc.device = %d: %s is sm_%d: sm_%d or later is needed", call,
                         (int)desc->device, cuda->name, cuda->facts.arch, NJI_LEAST_ARCH);
     }
     return NJ_OK;
@@ -100,7 +103,8 @@ static nj_status nji_cuda_find_context(nji_cuda *cuda, const char *call) {
         return NJ_OK;
     }
     result = cuda->driver.cuDevicePrimaryCtxRetain(&cuda->context, cuda->device);
-    if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDevicePrimaryCtxRetain");
+    if (result != 0)
+        return nji_driver_fail(&cuda->driver, result, call, "cuDevicePrimaryCtxRetain");
     cuda->retained = 1;
     return NJ_OK;
 }
@@ -137,9 +141,10 @@ static nj_status nji_cuda_open(nji_cuda *cuda, const nj_ctx_desc *desc, const ch
 }
 
 static void nji_cuda_describe(const nji_cuda *cuda, char *text, size_t size) {
-    int used = snprintf(text, size, "CUDA device %d: %s (sm_%d, %d multiprocessors), driver %d.%d, ",
-                        cuda->ordinal, cuda->name, cuda->facts.arch, cuda->facts.multiprocessors,
-                        cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
+    int used =
+        snprintf(text, size, "CUDA device %d: %s (sm_%d, %d multiprocessors), driver %d.%d, ",
+                 cuda->ordinal, cuda->name, cuda->facts.arch, cuda->facts.multiprocessors,
+                 cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
     if (used < 0 || (size_t)used >= size) return;
     if (cuda->jit.has_nvrtc) {
         snprintf(text + used, size - (size_t)used, "NVRTC %d.%d", cuda->jit.nvrtc.major,
@@ -162,8 +167,8 @@ static nj_status nji_capture_fail(const char *call) {
 }
 
 /* Loads an image and adds it to the cache. */
-static nj_status nji_cuda_load(nji_cuda *cuda, const void *image, nji_module *module, const char *what,
-                               const char *call) {
+static nj_status nji_cuda_load(nji_cuda *cuda, const void *image, nji_module *module,
+                               const char *what, const char *call) {
     char log[2048];
     int option[2] = {NJI_CU_JIT_ERROR_LOG, NJI_CU_JIT_ERROR_LOG_BYTES};
     void *value[2];
@@ -219,7 +224,8 @@ static nj_status nji_cuda_compiled(nji_cuda *cuda, const nji_jit_request *reques
     status = nji_jit_image(&cuda->jit, request, &image, call);
     if (status != NJ_OK) return status;
     module = nji_new_module(key, NJ_SOURCE_NVRTC, call);
-    status = module ? nji_cuda_load(cuda, image.data, module, request->name, call) : NJ_OUT_OF_MEMORY;
+    status =
+        module ? nji_cuda_load(cuda, image.data, module, request->name, call) : NJ_OUT_OF_MEMORY;
     nji_image_free(&image);
     if (status != NJ_OK) {
         NJ_FREE(module);
@@ -265,47 +271,70 @@ static nj_status nji_cuda_function(const nji_cuda *cuda, const nji_module *modul
 
 /* ---- select --------------------------------------------------------------------------------- */
 
-/* Names of the rows kernels: [forward][split][which]. */
-static const char *nji_rows_kernel(const nji_choice *choice, int second) {
-    static const char *const name[2][2][2] = {
-        {{"nj_rows_backward", NULL}, {"nj_split_backward_sums", "nj_split_backward_write"}},
-        {{"nj_rows_forward", NULL}, {"nj_split_forward_sums", "nj_split_forward_write"}}};
-    return name[choice->forward][choice->family == NJI_SPLIT][second];
+/* The fast kernels of a family: names by [forward][which]. */
+typedef struct nji_fast_program {
+    const char *name;
+    const char *const *lines;
+    uint64_t hash;
+    const char *kernel[2][2];
+} nji_fast_program;
+
+static const nji_fast_program *nji_fast_program_of(const nji_choice *choice) {
+    static const nji_fast_program program[] = {
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
+         {{"nj_rows_backward", NULL}, {"nj_rows_forward", NULL}}},
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
+         {{"nj_split_backward_sums", "nj_split_backward_write"},
+          {"nj_split_forward_sums", "nj_split_forward_write"}}},
+        {"norm_tiles.cu",
+         nji_program_tiles,
+         NJI_PROGRAM_TILES_HASH,
+         {{"nj_tiles_backward", NULL}, {"nj_tiles_forward", NULL}}}};
+    return &program[choice->family];
 }
 
 static int nji_writes_full(const nj_desc *desc) {
     return desc->op == NJ_OP_LAYER_NORM_FORWARD || (desc->grads & NJ_GRAD_DX) != 0;
 }
 
-static nj_status nji_cuda_select_rows(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
+static nj_status nji_cuda_select_fast(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
                                       const char *call) {
+    const nji_fast_program *program = nji_fast_program_of(&plan->choice);
+    const char *const *kernel = program->kernel[plan->choice.forward];
     nji_options options;
     nji_jit_request request;
     const nji_module *module;
     nj_status status;
-    const char *second = nji_rows_kernel(&plan->choice, 1);
-    nji_rows_options(&plan->desc, cols, &plan->choice, &options);
-    request.name = "norm_rows.cu";
-    request.lines = nji_program_rows;
-    request.source_hash = NJI_PROGRAM_ROWS_HASH;
+    nji_fast_options(&plan->desc, cols, &plan->choice, &options);
+    request.name = program->name;
+    request.lines = program->lines;
+    request.source_hash = program->hash;
     request.options = options.list;
     request.option_count = options.count;
     request.arch = cuda->facts.arch;
     request.arch_specific = plan->arch_specific;
     status = nji_cuda_compiled(cuda, &request, &module, call);
     if (status != NJ_OK) return status;
-    plan->rows_source = module->source;
-    status = nji_cuda_function(cuda, module, nji_rows_kernel(&plan->choice, 0), &plan->rows_first, call);
-    if (status == NJ_OK && second && nji_writes_full(&plan->desc)) {
-        status = nji_cuda_function(cuda, module, second, &plan->rows_second, call);
+    plan->fast_source = module->source;
+    status = nji_cuda_function(cuda, module, kernel[0], &plan->fast_first, call);
+    if (status == NJ_OK && kernel[1] && nji_writes_full(&plan->desc)) {
+        status = nji_cuda_function(cuda, module, kernel[1], &plan->fast_second, call);
     }
     return status;
+}
+
+static int nji_cuda_compiles(const nji_cuda *cuda) {
+    return cuda->jit.has_nvrtc && !cuda->refuses;
 }
 
 static nj_status nji_cuda_select_strided(nji_cuda *cuda, nji_cuda_plan *plan, const char *call) {
     const nji_module *module;
     nj_status status;
-    if (cuda->jit.has_nvrtc) {
+    if (nji_cuda_compiles(cuda)) {
         nji_options options;
         nji_jit_request request;
         nji_strided_options(&plan->desc, &plan->choice, &options);
@@ -336,27 +365,55 @@ static nj_status nji_cuda_select_strided(nji_cuda *cuda, nji_cuda_plan *plan, co
     return status;
 }
 
+static nj_status nji_cuda_select_kernels(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
+                                         const char *call) {
+    nj_status status = NJ_OK;
+    if (nji_cuda_compiles(cuda) && plan->choice.family != NJI_STRIDED) {
+        status = nji_cuda_select_fast(cuda, plan, cols, call);
+    }
+    return status == NJ_OK ? nji_cuda_select_strided(cuda, plan, call) : status;
+}
+
+/* A driver older than NVRTC may refuse what that makes. The embedded PTX is for any driver. */
+static int nji_is_refusal(nj_status status) {
+    int error = nji_last.info.driver_error;
+    return status == NJ_DRIVER &&
+           (error == NJI_CU_NO_BINARY_FOR_GPU || error == NJI_CU_INVALID_PTX ||
+            error == NJI_CU_UNSUPPORTED_PTX_VERSION);
+}
+
+static nj_status nji_cuda_check_capture(const nji_cuda *cuda, const char *call) {
+    int capturing = NJI_CU_CAPTURE_NONE;
+    int result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
+    if (nji_is_capture_error(result) || capturing != NJI_CU_CAPTURE_NONE)
+        return nji_capture_fail(call);
+    return result == 0 ? NJ_OK
+                       : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
+}
+
 /* The caller holds the ctx's lock. */
 static nj_status nji_cuda_select(nji_cuda *cuda, const nj_desc *desc, int64_t rows, int64_t cols,
                                  const nj_preference *pref, nji_cuda_plan *plan, const char *call) {
-    int pushed, capturing = 0, result;
+    int pushed;
     nj_status status;
+    nji_error before = nji_last;
     memset(plan, 0, sizeof *plan);
     plan->desc = *desc;
     plan->arch_specific = pref->allow_arch_specific && cuda->facts.arch >= 90;
     status = nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
     if (status != NJ_OK) return status;
-    if (!cuda->jit.has_nvrtc) plan->choice.family = NJI_STRIDED;
     plan->workspace_bytes = (size_t)nji_workspace_of(&plan->choice);
     status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
-    result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
-    if (nji_is_capture_error(result) || capturing) status = nji_capture_fail(call);
-    else if (result != 0) status = nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
-    if (status == NJ_OK && plan->choice.family != NJI_STRIDED) {
-        status = nji_cuda_select_rows(cuda, plan, cols, call);
+    status = nji_cuda_check_capture(cuda, call);
+    if (status == NJ_OK) status = nji_cuda_select_kernels(cuda, plan, cols, call);
+    if (nji_is_refusal(status) && nji_cuda_compiles(cuda)) {
+        nji_note(&cuda->jit.log, NJ_LOG_WARNING, "using the embedded PTX: %s", nji_last.text);
+        nji_last = before;
+        cuda->refuses = 1;
+        plan->fast_first = plan->fast_second = NULL;
+        status = nji_cuda_select_strided(cuda, plan, call);
     }
-    if (status == NJ_OK) status = nji_cuda_select_strided(cuda, plan, call);
     nji_cuda_leave(cuda, pushed);
     return status;
 }
@@ -376,17 +433,19 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
         int ordinal = 0;
         if (views[i].empty) continue;
         if (cuda->driver.cuPointerGetAttribute(&type, NJI_CU_POINTER_MEMORY_TYPE, address) != 0) {
-            status = nji_fail(NJ_INVALID_ARGUMENT,
-                              "%s: args.%s.data = %p: host memory that the driver does not know: a CUDA "
-                              "plan needs device memory",
-                              call, views[i].name, views[i].data);
+            status =
+                nji_fail(NJ_INVALID_ARGUMENT,
+                         "%s: args.%s.data = %p: host memory that the driver does not know: a CUDA "
+                         "plan needs device memory",
+                         call, views[i].name, views[i].data);
         } else if (type == NJI_CU_MEMORY_DEVICE &&
-                   cuda->driver.cuPointerGetAttribute(&ordinal, NJI_CU_POINTER_DEVICE_ORDINAL, address) ==
-                       0 &&
+                   cuda->driver.cuPointerGetAttribute(&ordinal, NJI_CU_POINTER_DEVICE_ORDINAL,
+                                                      address) == 0 &&
                    ordinal != cuda->ordinal) {
-            status = nji_fail(NJ_INVALID_ARGUMENT,
-                              "%s: args.%s.data = %p: memory of device %d: the plan is for device %d", call,
-                              views[i].name, views[i].data, ordinal, cuda->ordinal);
+            status =
+                nji_fail(NJ_INVALID_ARGUMENT,
+                         "%s: args.%s.data = %p: memory of device %d: the plan is for device %d",
+                         call, views[i].name, views[i].data, ordinal, cuda->ordinal);
         }
     }
     nji_cuda_leave(cuda, pushed);
@@ -395,12 +454,12 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
 
 /* ---- run ------------------------------------------------------------------------------------ */
 
-/* Address and row strides allow accesses of `bytes`. */
-static int nji_is_aligned(const nji_problem *problem, const nji_operand *operand, int64_t bytes,
+/* Address and strides of `dims` dims allow accesses of `bytes`. */
+static int nji_is_aligned(const nji_operand *operand, int dims, int64_t bytes,
                           int64_t element_bytes) {
     int d;
     if ((uintptr_t)operand->data % (uintptr_t)bytes != 0) return 0;
-    for (d = 0; d < problem->row_dims; d++) {
+    for (d = 0; d < dims; d++) {
         if (operand->stride[d] * element_bytes % bytes != 0) return 0;
     }
     return 1;
@@ -412,14 +471,42 @@ static int nji_takes_rows(const nji_cuda_plan *plan, const nji_problem *problem,
     int64_t param_size = (int64_t)nj_dtype_size(plan->desc.param_dtype);
     int64_t bytes = plan->choice.vec * size;
     int64_t param_bytes = nji_min_i64(16, plan->choice.vec * param_size);
-    if (!plan->rows_first) return 0;
-    if (layout != NJ_LAYOUT_PACKED && layout != NJ_LAYOUT_PADDED_ROWS) return 0;
-    return nji_is_aligned(problem, &problem->x, bytes, size) &&
-           nji_is_aligned(problem, &problem->dy, bytes, size) &&
-           nji_is_aligned(problem, &problem->y, bytes, size) &&
-           nji_is_aligned(problem, &problem->dx, bytes, size) &&
-           nji_is_aligned(problem, &problem->gamma, param_bytes, param_size) &&
-           nji_is_aligned(problem, &problem->beta, param_bytes, param_size);
+    int dims = problem->row_dims;
+    return (layout == NJ_LAYOUT_PACKED || layout == NJ_LAYOUT_PADDED_ROWS) &&
+           nji_is_aligned(&problem->x, dims, bytes, size) &&
+           nji_is_aligned(&problem->dy, dims, bytes, size) &&
+           nji_is_aligned(&problem->y, dims, bytes, size) &&
+           nji_is_aligned(&problem->dx, dims, bytes, size) &&
+           nji_is_aligned(&problem->gamma, dims, param_bytes, param_size) &&
+           nji_is_aligned(&problem->beta, dims, param_bytes, param_size);
+}
+
+/* An operand whose last row dim is packed, and whose other strides keep accesses aligned. */
+static int nji_fits_tiles(const nji_problem *problem, const nji_operand *operand, int64_t vec,
+                          int64_t size) {
+    nji_operand outer = *operand;
+    if (!operand->data) return 1;
+    if (operand->stride[problem->row_dims - 1] != 1) return 0;
+    outer.stride[problem->row_dims - 1] = 0;
+    return nji_is_aligned(&outer, problem->row_dims + problem->col_dims, vec * size, size);
+}
+
+/* Whether the tiles kernels take these operands. */
+static int nji_takes_tiles(const nji_cuda_plan *plan, const nji_problem *problem,
+                           nj_layout layout) {
+    int64_t size = (int64_t)nj_dtype_size(plan->desc.dtype), vec = plan->choice.vec;
+    return layout == NJ_LAYOUT_CHANNELS_FIRST && problem->col_dims <= 1 &&
+           problem->extent[problem->row_dims - 1] % vec == 0 &&
+           nji_fits_tiles(problem, &problem->x, vec, size) &&
+           nji_fits_tiles(problem, &problem->dy, vec, size) &&
+           nji_fits_tiles(problem, &problem->y, vec, size) &&
+           nji_fits_tiles(problem, &problem->dx, vec, size);
+}
+
+static int nji_takes_fast(const nji_cuda_plan *plan, const nji_problem *problem, nj_layout layout) {
+    if (!plan->fast_first) return 0;
+    return plan->choice.family == NJI_TILES ? nji_takes_tiles(plan, problem, layout)
+                                            : nji_takes_rows(plan, problem, layout);
 }
 
 /* Grid and block of one launch; x alone is large. */
@@ -437,31 +524,29 @@ static nji_grid nji_grid_of(int64_t x, int64_t y, int block_x, int block_y) {
     return grid;
 }
 
-static nj_status nji_launch(const nji_cuda *cuda, void *function, const nji_grid *grid,
-                            nji_problem *problem, void *stream, const char *call) {
-    void *parameters[1];
-    int result;
-    parameters[0] = problem;
-    result = cuda->driver.cuLaunchKernel(function, (unsigned)grid->x, grid->y, 1, grid->block_x,
-                                         grid->block_y, 1, 0, stream, parameters, NULL);
-    return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuLaunchKernel");
+/* Graphs take dependent launches since CUDA 12.3. */
+static int nji_launches_dependently(const nji_cuda *cuda) {
+    return cuda->facts.arch >= 90 && cuda->driver.version >= 12030 && cuda->driver.cuLaunchKernelEx;
 }
 
-/* The same, but the kernel may start while its predecessor still runs, and waits for it by itself. */
-static nj_status nji_launch_dependent(const nji_cuda *cuda, void *function, const nji_grid *grid,
-                                      nji_problem *problem, void *stream, const char *call) {
+/* Where the device can, a kernel may take its place while its predecessor still runs; it waits for
+   it by itself (nji_begin in ptx_src/nj_device.cuh). */
+static nj_status nji_launch(const nji_cuda *cuda, nji_cu_function function, const nji_grid *grid,
+                            nji_problem *problem, void *stream, const char *call) {
     nji_cu_launch_attribute attribute;
     nji_cu_launch_config config;
     void *parameters[1];
     int result;
-    if (!cuda->driver.cuLaunchKernelEx || cuda->facts.arch < 90) {
-        return nji_launch(cuda, function, grid, problem, stream, call);
-    }
     parameters[0] = problem;
+    if (!nji_launches_dependently(cuda)) {
+        result = cuda->driver.cuLaunchKernel(function, (unsigned)grid->x, grid->y, 1, grid->block_x,
+                                             grid->block_y, 1, 0, stream, parameters, NULL);
+        return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuLaunchKernel");
+    }
     memset(&attribute, 0, sizeof attribute);
-    memset(&config, 0, sizeof config);
     attribute.id = NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION;
     attribute.value.programmatic_serialization = 1;
+    memset(&config, 0, sizeof config);
     config.grid_x = (unsigned)grid->x;
     config.grid_y = grid->y;
     config.grid_z = 1;
@@ -479,34 +564,43 @@ static nj_status nji_launch_params_sum(const nji_cuda *cuda, const nji_cuda_plan
                                        nji_problem *problem, void *stream, const char *call) {
     unsigned grads = plan->desc.grads;
     int64_t wanted = ((grads & NJ_GRAD_DGAMMA) != 0) + ((grads & NJ_GRAD_DBETA) != 0);
-    nji_grid grid = nji_grid_of(nji_ceil_div(problem->cols, 32), wanted, 32, NJI_SUM_LANES);
-    return nji_launch_dependent(cuda, plan->params_sum, &grid, problem, stream, call);
+    int lanes = nji_power_of_two_above((int)nji_clamp(problem->parts / 4, 1, NJI_SUM_LANES));
+    nji_grid grid = nji_grid_of(nji_ceil_div(problem->cols, 32), wanted, 32, lanes);
+    return nji_launch(cuda, plan->params_sum, &grid, problem, stream, call);
 }
 
-/* Rows or split kernels, and the sum of the parts between them. */
-static nj_status nji_run_rows(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
+/* Groups of rows that the blocks of the fast kernels take one by one. */
+static int64_t nji_fast_blocks(const nji_choice *choice, const nji_problem *problem) {
+    int64_t run =
+        choice->family == NJI_TILES ? problem->extent[problem->row_dims - 1] : problem->rows;
+    return problem->rows / run * nji_ceil_div(run, nji_block_rows(choice));
+}
+
+/* Fast kernels, and the sum of the parts between them. */
+static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
                               void *stream, const char *call) {
     const nji_choice *choice = &plan->choice;
-    int64_t blocks = nji_ceil_div(problem->rows, nji_block_rows(choice));
+    int64_t blocks = nji_fast_blocks(choice, problem);
     int64_t most = INT32_MAX / choice->slices; /* whole clusters */
     nji_grid all = nji_grid_of(nji_min_i64(blocks, most) * choice->slices, 1, choice->threads, 1);
     nji_grid first = all;
     nj_status status;
     if (choice->parts > 0) first.x = (int64_t)choice->parts * choice->slices;
     problem->parts = choice->parts;
-    status = nji_launch(cuda, plan->rows_first, &first, problem, stream, call);
+    status = nji_launch(cuda, plan->fast_first, &first, problem, stream, call);
     if (status == NJ_OK && plan->params_sum) {
         status = nji_launch_params_sum(cuda, plan, problem, stream, call);
     }
-    if (status == NJ_OK && plan->rows_second) {
-        status = nji_launch(cuda, plan->rows_second, &all, problem, stream, call);
+    if (status == NJ_OK && plan->fast_second) {
+        status = nji_launch(cuda, plan->fast_second, &all, problem, stream, call);
     }
     return status;
 }
 
 /* The parts first: dx may take the place of x or dy. */
-static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
-                                 int rows_fast, void *stream, const char *call) {
+static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                                 nji_problem *problem, int rows_fast, void *stream,
+                                 const char *call) {
     nj_status status = NJ_OK;
     nji_grid grid;
     problem->rows_fast = rows_fast;
@@ -523,7 +617,8 @@ static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan
     if (status == NJ_OK && plan->strided && problem->rows > 0 &&
         (problem->cols > 0 || plan->choice.forward)) {
         problem->row_lanes = nji_strided_row_lanes(problem->cols, rows_fast);
-        grid = nji_grid_of(nji_ceil_div(problem->rows, problem->row_lanes), 1, NJI_STRIDED_THREADS, 1);
+        grid =
+            nji_grid_of(nji_ceil_div(problem->rows, problem->row_lanes), 1, NJI_STRIDED_THREADS, 1);
         status = nji_launch(cuda, plan->strided, &grid, problem, stream, call);
     }
     return status;
@@ -536,27 +631,28 @@ static nj_status nji_cuda_run(const nji_cuda *cuda, const nji_cuda_plan *plan, n
     nj_status status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
     if (problem->partial) problem->sums = (char *)problem->partial + nji_sums_offset(&plan->choice);
-    if (problem->rows > 0 && nji_takes_rows(plan, problem, layout)) {
-        status = nji_run_rows(cuda, plan, problem, stream, call);
+    if (problem->rows > 0 && nji_takes_fast(plan, problem, layout)) {
+        status = nji_run_fast(cuda, plan, problem, stream, call);
     } else {
-        status = nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
+        status =
+            nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
     }
     nji_cuda_leave(cuda, pushed);
     return status;
 }
 
-static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan, const nji_problem *problem,
-                         nj_sku *out) {
-    int takes_rows = nji_takes_rows(plan, problem, (nj_layout)out->layout);
-    const char *kernel = takes_rows ? nji_rows_kernel(&plan->choice, 0)
+static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                         const nji_problem *problem, nj_sku *out) {
+    int fast = nji_takes_fast(plan, problem, (nj_layout)out->layout);
+    const char *kernel = fast ? nji_fast_program_of(&plan->choice)->kernel[plan->choice.forward][0]
                          : plan->choice.forward ? "nj_strided_forward"
                          : plan->strided        ? "nj_strided_backward"
                                                 : "nj_strided_parts";
     int size = (int)nj_dtype_size(plan->desc.dtype);
     out->arch = cuda->facts.arch;
     out->arch_specific = plan->arch_specific;
-    out->source = (int32_t)(takes_rows ? plan->rows_source : plan->strided_source);
-    out->threads = takes_rows ? plan->choice.threads : NJI_STRIDED_THREADS;
-    out->vector_bytes = takes_rows ? plan->choice.vec * size : size;
+    out->source = (int32_t)(fast ? plan->fast_source : plan->strided_source);
+    out->threads = fast ? plan->choice.threads : NJI_STRIDED_THREADS;
+    out->vector_bytes = fast ? plan->choice.vec * size : size;
     snprintf(out->kernel, sizeof out->kernel, "%s", kernel);
 }
