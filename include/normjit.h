@@ -34,7 +34,8 @@
    DEFINE, BEFORE THE IMPLEMENTATION
    NORMJIT_IMPLEMENTATION     in one file: the bodies
    NJ_STATIC                  beside it: every function is private to that file
-   NJ_MALLOC(n), NJ_FREE(p)   both or none: instead of malloc and free; aligned as malloc's
+   NJ_MALLOC(n), NJ_FREE(p)   both or none: instead of malloc and free; aligned as malloc's, and
+                              NJ_FREE(NULL) does nothing
 
    WHAT IT DOES NOT DO
    - It owns no tensor and no stream: pointers, strides and the workspace are yours. Operands lie
@@ -431,7 +432,8 @@ typedef struct nji_problem {
 
 /* ---- what the user may define --------------------------------------------------------------- */
 
-/* NJ_MALLOC(bytes) and NJ_FREE(pointer) go together; the result is aligned as malloc's is. */
+/* NJ_MALLOC(bytes) and NJ_FREE(pointer) go together; the result is aligned as malloc's is, and freeing
+   NULL does nothing. */
 #ifndef NJ_MALLOC
 #define NJ_MALLOC(bytes) malloc(bytes)
 #define NJ_FREE(pointer) free(pointer)
