@@ -18,8 +18,8 @@
 
 /* ---- what the user may define --------------------------------------------------------------- */
 
-/* NJ_MALLOC(bytes) and NJ_FREE(pointer) go together; the result is aligned as malloc's is, and freeing
-   NULL does nothing. */
+/* NJ_MALLOC(bytes) and NJ_FREE(pointer) go together; the result is aligned as malloc's is, and
+   freeing NULL does nothing. */
 #ifndef NJ_MALLOC
 #define NJ_MALLOC(bytes) malloc(bytes)
 #define NJ_FREE(pointer) free(pointer)
