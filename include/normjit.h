@@ -34,7 +34,8 @@
    DEFINE, BEFORE THE IMPLEMENTATION
    NORMJIT_IMPLEMENTATION     in one file: the bodies
    NJ_STATIC                  beside it: every function is private to that file
-   NJ_MALLOC(n), NJ_FREE(p)   both or none: instead of malloc and free; aligned as malloc's
+   NJ_MALLOC(n), NJ_FREE(p)   both or none: instead of malloc and free; aligned as malloc's, and
+                              NJ_FREE(NULL) does nothing
 
    WHAT IT DOES NOT DO
    - It owns no tensor and no stream: pointers, strides and the workspace are yours. Operands lie
@@ -117,11 +118,11 @@ typedef enum nj_dtype { NJ_DTYPE_UNSET = 0, NJ_F16, NJ_BF16, NJ_F32, NJ_F64 } nj
 /* A view of a buffer. Element (i0, i1, ...) is data[offset + i0*stride[0] + i1*stride[1] + ...].
    Axes of extent 1 ignore their stride. */
 typedef struct nj_tensor {
-    void *data;                  /* start of the buffer, aligned to its element type */
-    int64_t offset;              /* elements from data to element (0, 0, ...) */
-    int64_t count;               /* elements in the buffer; 0 = not known, then reach is unchecked */
-    int32_t rank;                /* 1..NJ_MAX_RANK */
-    int64_t shape[NJ_MAX_RANK];  /* extents */
+    void *data;                 /* start of the buffer, aligned to its element type */
+    int64_t offset;             /* elements from data to element (0, 0, ...) */
+    int64_t count;              /* elements in the buffer; 0 = not known, then reach is unchecked */
+    int32_t rank;               /* 1..NJ_MAX_RANK */
+    int64_t shape[NJ_MAX_RANK]; /* extents */
     int64_t stride[NJ_MAX_RANK]; /* elements, not bytes */
 } nj_tensor;
 
@@ -152,13 +153,13 @@ typedef struct nj_desc {
     int64_t shape[NJ_MAX_RANK]; /* extents of x; 0 is legal: no rows, or no columns */
     nj_op op;                   /* required */
     nj_dtype dtype;             /* required: x, y, dy, dx */
-    nj_dtype param_dtype;       /* gamma, beta, dgamma, dbeta; default dtype; f64 only with dtype f64 */
-    nj_dtype stat_dtype;        /* mean, rstd: f32 (default) or dtype; f64 always with dtype f64 */
-    int32_t has_gamma;          /* 0: gamma = 1 */
-    int32_t has_beta;           /* 0: beta = 0 */
-    double eps;                 /* forward only: finite, >= 0, used as given (0 means 0) */
-    uint32_t grads;             /* backward: NJ_GRAD_*; default dx, and what has_gamma, has_beta imply */
-    uint32_t accumulate;        /* backward: those of grads that are added to, not overwritten */
+    nj_dtype param_dtype; /* gamma, beta, dgamma, dbeta; default dtype; f64 only with dtype f64 */
+    nj_dtype stat_dtype;  /* mean, rstd: f32 (default) or dtype; f64 always with dtype f64 */
+    int32_t has_gamma;    /* 0: gamma = 1 */
+    int32_t has_beta;     /* 0: beta = 0 */
+    double eps;           /* forward only: finite, >= 0, used as given (0 means 0) */
+    uint32_t grads;       /* backward: NJ_GRAD_*; default dx, and what has_gamma, has_beta imply */
+    uint32_t accumulate;  /* backward: those of grads that are added to, not overwritten */
 } nj_desc;
 
 /* What the choice of a kernel must respect. Zero: no demand. A demand that cannot be met makes
@@ -166,25 +167,25 @@ typedef struct nj_desc {
 typedef struct nj_preference {
     uint64_t max_workspace_bytes; /* 0 = no limit */
     int32_t deterministic;        /* 1: equal bits on every run with equal inputs */
-    int32_t batch_invariant;      /* 1: y, dx, mean, rstd of a row do not depend on the other rows */
-    int32_t allow_arch_specific;  /* 1: may compile for sm_90a and the like */
-    nj_backend prefer_backend;    /* AUTO: the ctx's. HOST is open to any ctx */
+    int32_t batch_invariant;     /* 1: y, dx, mean, rstd of a row do not depend on the other rows */
+    int32_t allow_arch_specific; /* 1: may compile for sm_90a and the like */
+    nj_backend prefer_backend;   /* AUTO: the ctx's. HOST is open to any ctx */
 } nj_preference;
 
-/* Operands of one run. A tensor of x's shape has x's rank and extents; a statistic has x's rank with
-   extent 1 at every normalized axis (nj_desc_stat_shape); a parameter has the normalized axes'
+/* Operands of one run. A tensor of x's shape has x's rank and extents; a statistic has x's rank
+   with extent 1 at every normalized axis (nj_desc_stat_shape); a parameter has the normalized axes'
    extents in their order (nj_desc_param_shape). Strides are free; see nj_plan_run for aliasing. */
 typedef struct nj_args {
     nj_const_tensor x;     /* x's shape */
     nj_const_tensor dy;    /* x's shape; backward */
     nj_const_tensor gamma; /* parameter; when has_gamma */
     nj_const_tensor beta;  /* parameter; forward, when has_beta */
-    nj_tensor mean;        /* statistic; forward writes it (data NULL: not wanted), backward reads it */
-    nj_tensor rstd;        /* statistic; likewise */
-    nj_tensor y;           /* x's shape; forward */
-    nj_tensor dx;          /* x's shape; backward, when in grads */
-    nj_tensor dgamma;      /* parameter; backward, when in grads */
-    nj_tensor dbeta;       /* parameter; backward, when in grads */
+    nj_tensor mean;   /* statistic; forward writes it (data NULL: not wanted), backward reads it */
+    nj_tensor rstd;   /* statistic; likewise */
+    nj_tensor y;      /* x's shape; forward */
+    nj_tensor dx;     /* x's shape; backward, when in grads */
+    nj_tensor dgamma; /* parameter; backward, when in grads */
+    nj_tensor dbeta;  /* parameter; backward, when in grads */
 } nj_args;
 
 typedef enum nj_layout {
@@ -212,17 +213,18 @@ typedef struct nj_sku {
     int32_t arch_specific; /* 1: sm_90a and the like */
     int32_t math;          /* nj_dtype of arithmetic and accumulators */
     int32_t grads, accumulate;
-    int32_t threads;       /* per block; 0 on the host */
-    int32_t vector_bytes;  /* width of one memory access of x */
+    int32_t threads;      /* per block; 0 on the host */
+    int32_t vector_bytes; /* width of one memory access of x */
     char kernel[48];
 } nj_sku;
 
 /* What a plan guarantees for every layout that it serves. */
 typedef struct nj_precision {
-    int32_t math, accumulator;            /* nj_dtype */
-    int32_t deterministic;                /* equal inputs, equal bits, run after run */
-    int32_t bit_stable_on_same_hardware;  /* also across processes (host: any thread count) */
-    int32_t batch_invariant;              /* a row's y, dx, mean, rstd do not depend on other rows */
+    int32_t math, accumulator;           /* nj_dtype */
+    int32_t deterministic;               /* equal inputs, equal bits, run after run */
+    int32_t bit_stable_on_same_hardware; /* also across processes (host: any thread count) */
+    int32_t batch_invariant; /* a row's y, dx, mean, rstd do not depend on the other rows, nor on
+                                how many there are, as long as its own strides stay the same */
 } nj_precision;
 
 /* Counts since the ctx was made. */
@@ -238,45 +240,48 @@ typedef enum nj_log_level { NJ_LOG_INFO = 0, NJ_LOG_WARNING } nj_log_level;
 typedef void (*nj_log_fn)(void *user, nj_log_level level, const char *text);
 
 /* Bits of nj_ctx_desc.flags. */
-#define NJ_CTX_CHECK_POINTERS 1u /* run asks the driver where each operand lives (some us a call) */
+#define NJ_CTX_CHECK_POINTERS 1u /* run asks the driver where operands live: some us a call */
 #define NJ_CTX_FALLBACK_PTX 2u   /* do not look for NVRTC: use the embedded PTX */
 
 typedef struct nj_ctx_desc {
-    int32_t device;              /* CUDA device ordinal */
-    uint32_t flags;              /* NJ_CTX_* */
-    nj_backend backend;          /* AUTO: CUDA when it can be used, else host */
-    const char *cache_dir;       /* NULL: no disk cache; made when missing (nj_default_cache_dir) */
-    uint64_t cache_max_bytes;    /* bound of the disk cache; 0 = 256 MiB */
-    const char *driver_path;     /* NULL: the system's libcuda / nvcuda.dll */
-    const char *nvrtc_path;      /* NULL: searched for; else this file and no other */
-    nj_log_fn log;               /* NULL: silent. May be called from any thread that calls us */
+    int32_t device;           /* CUDA device ordinal */
+    uint32_t flags;           /* NJ_CTX_* */
+    nj_backend backend;       /* AUTO: CUDA when it can be used, else host */
+    const char *cache_dir;    /* NULL: no disk cache; made when missing (nj_default_cache_dir) */
+    uint64_t cache_max_bytes; /* bound of the disk cache; 0 = 256 MiB */
+    const char *driver_path;  /* NULL: the system's libcuda / nvcuda.dll */
+    const char *nvrtc_path;   /* NULL: searched for; else this file and no other */
+    nj_log_fn log;            /* NULL: silent. May be called from any thread that calls us */
     void *log_user;
 } nj_ctx_desc;
 
 typedef struct nj_error_info {
-    int32_t status;        /* nj_status of this thread's last failing call */
-    int32_t driver_error;  /* CUresult or nvrtcResult behind it, 0 when none */
-    uint64_t needed, got;  /* BUFFER_TOO_SMALL: elements. WORKSPACE_TOO_SMALL, max_workspace_bytes: bytes */
+    int32_t status;       /* nj_status of this thread's last failing call */
+    int32_t driver_error; /* CUresult or nvrtcResult behind it, 0 when none */
+    uint64_t needed,
+        got; /* BUFFER_TOO_SMALL: elements. WORKSPACE_TOO_SMALL, max_workspace_bytes: bytes */
 } nj_error_info;
 
 /* ---- contexts ------------------------------------------------------------------------------- */
 
-/* Makes a ctx. desc NULL = all defaults. A CUDA ctx binds to the CUDA context current in this thread
-   when that is one of desc->device's, else it retains the device's primary context until it is gone.
-   Errors: INVALID_ARGUMENT; LIBRARY_NOT_FOUND (no driver); UNSUPPORTED (no such device, too old a
-   driver or device); DRIVER; OUT_OF_MEMORY. With AUTO a CUDA failure is logged and gives a host ctx.
-   A missing NVRTC is no failure here: the embedded PTX serves. *out is NULL on failure. */
+/* Makes a ctx. desc NULL = all defaults. A CUDA ctx binds to the CUDA context current in this
+   thread when that is one of desc->device's, else it retains the device's primary context until it
+   is gone. Errors: INVALID_ARGUMENT; LIBRARY_NOT_FOUND (no driver); UNSUPPORTED (no such device,
+   too old a driver or device); DRIVER; OUT_OF_MEMORY. With AUTO a CUDA failure is logged and gives
+   a host ctx. A missing NVRTC is no failure here: the embedded PTX serves. *out is NULL on failure.
+ */
 NJ_API nj_status nj_ctx_create(nj_ctx **out, const nj_ctx_desc *desc);
 
-/* Releases the caller's hold. Plans stay valid: the ctx goes with the last of them. NULL is a no-op.
-   The caller sees to it that no run of its plans is still executing when the last one goes. */
+/* Releases the caller's hold. Plans stay valid: the ctx goes with the last of them. NULL is a
+   no-op. The caller sees to it that no run of its plans is still executing when the last one goes.
+ */
 NJ_API void nj_ctx_destroy(nj_ctx *ctx);
 
 /* NJ_BACKEND_CUDA or NJ_BACKEND_HOST; NJ_BACKEND_AUTO for NULL. Any thread. */
 NJ_API nj_backend nj_ctx_backend(const nj_ctx *ctx);
 
-/* One line about the ctx: backend, device, driver, NVRTC; for logs and bug reports. The text lives as
-   long as the ctx. Any thread. */
+/* One line about the ctx: backend, device, driver, NVRTC; for logs and bug reports. The text lives
+   as long as the ctx. Any thread. */
 NJ_API const char *nj_ctx_info(const nj_ctx *ctx);
 
 /* Copies the counters. Errors: INVALID_ARGUMENT. Any thread. */
@@ -290,8 +295,8 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size);
 /* ---- plans ---------------------------------------------------------------------------------- */
 
 /* Descriptor -> plan; compiles here, or hits a cache. pref NULL = no demands. The ctx's caches are
-   locked: any thread may call, one compiles at a time. Not during stream capture in this thread or of
-   the legacy stream: UNSUPPORTED. Errors: INVALID_ARGUMENT, INVALID_PROBLEM, UNSUPPORTED,
+   locked: any thread may call, one compiles at a time. Not during stream capture in this thread or
+   of the legacy stream: UNSUPPORTED. Errors: INVALID_ARGUMENT, INVALID_PROBLEM, UNSUPPORTED,
    COMPILE_FAILED, DRIVER, OUT_OF_MEMORY. *out is NULL on failure. */
 NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
                                 const nj_preference *pref);
@@ -299,29 +304,32 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
 /* NULL is a no-op. The caller sees to it that no run of the plan is still executing. */
 NJ_API void nj_plan_destroy(nj_plan *plan);
 
-/* Every check that nj_plan_run makes (all but workspace and stream), and nothing else. Any thread. */
+/* Every check that nj_plan_run makes (all but workspace and stream), and nothing else. Any thread.
+ */
 NJ_API nj_status nj_plan_can_implement(const nj_plan *plan, const nj_args *args);
 
-/* Bytes of workspace for one run; may be 0. Its address: a multiple of 256 for CUDA (what cuMemAlloc
-   gives), of 16 on the host (what malloc gives). Contents irrelevant before and after. 0 for NULL. */
+/* Bytes of workspace for one run; may be 0. Its address: a multiple of 256 for CUDA (what
+   cuMemAlloc gives), of 16 on the host (what malloc gives). Contents irrelevant before and after. 0
+   for NULL. */
 NJ_API size_t nj_plan_workspace_size(const nj_plan *plan);
 
-/* CUDA: enqueues on stream (a CUstream or cudaStream_t; NULL = the legacy default stream) and returns.
-   Host: computes before it returns; stream is ignored. Never compiles, allocates, synchronises or reads
-   the environment: legal in stream capture, and from many threads on one plan, each run with its own
-   workspace until that run is done.
-   Aliasing: an output may be the same view (data, offset, strides) as an input of its shape and type:
-   y as x; dx as x or dy. Every other overlap of an output with an operand is an error where the
-   addresses and strides prove it. Outputs need positive strides and may not overlap themselves.
-   NaN and Inf propagate as the formulas say, within their row and into the parameter gradients.
-   No rows: dgamma and dbeta become 0 (or stay, when accumulating). No columns: mean and rstd become
+/* CUDA: enqueues on stream (a CUstream or cudaStream_t; NULL = the legacy default stream) and
+   returns. Host: computes before it returns; stream is ignored. Never compiles, allocates,
+   synchronises or reads the environment: legal in stream capture, and from many threads on one
+   plan, each run with its own workspace until that run is done. Aliasing: an output may be the same
+   view (data, offset, strides) as an input of its shape and type: y as x; dx as x or dy. Every
+   other overlap of an output with an operand is an error where the addresses and strides prove it.
+   Outputs need positive strides that nest: by growing stride, each steps past all that the smaller
+   ones reach, so that an output does not overlap itself. Operands without elements may be NULL. NaN
+   and Inf propagate as the formulas say, within their row and into the parameter gradients. No
+   rows: dgamma and dbeta become 0 (or stay, when accumulating). No columns: mean and rstd become
    NaN (the mean of nothing), all else is empty. One column: dx is 0.
    Errors: those of the checks, before anything is written; DRIVER. */
 NJ_API nj_status nj_plan_run(const nj_plan *plan, const nj_args *args, void *workspace,
                              size_t workspace_size, void *stream);
 
-/* The kernel that runs for these args; args NULL = for packed operands. Errors: INVALID_ARGUMENT and,
-   with args, those of nj_plan_can_implement. *out is zeroed on failure. Any thread. */
+/* The kernel that runs for these args; args NULL = for packed operands. Errors: INVALID_ARGUMENT
+   and, with args, those of nj_plan_can_implement. *out is zeroed on failure. Any thread. */
 NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *out);
 
 /* Errors: INVALID_ARGUMENT. Any thread. */
@@ -332,7 +340,8 @@ NJ_API nj_status nj_plan_precision(const nj_plan *plan, nj_precision *out);
 /* All three check the descriptor's rank, shape and axes. Errors: INVALID_ARGUMENT. Any thread. */
 NJ_API nj_status nj_desc_cols(const nj_desc *desc, int64_t *cols);
 NJ_API nj_status nj_desc_stat_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]);
-NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]);
+NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank,
+                                     int64_t shape[NJ_MAX_RANK]);
 
 /* Row-major views of a whole buffer: offset 0, count = product of the extents. Given NULL data, a
    rank outside 1..NJ_MAX_RANK or an overflowing shape they return a view that the checks reject. */
@@ -348,8 +357,8 @@ NJ_API size_t nj_dtype_size(nj_dtype dtype);
 /* "NJ_OK", "NJ_INVALID_ARGUMENT", ...; "unknown nj_status" for anything else. Any thread. */
 NJ_API const char *nj_status_string(nj_status status);
 
-/* The text of this thread's last failing call: `function: field = value: rule`. "" when none has failed.
-   It lives until this thread's next failing call. */
+/* The text of this thread's last failing call: `function: field = value: rule`. "" when none has
+   failed. It lives until this thread's next failing call. */
 NJ_API const char *nj_last_error(void);
 NJ_API void nj_last_error_info(nj_error_info *out);
 
@@ -392,7 +401,8 @@ typedef struct nji_problem {
     int reserved;
 } nji_problem;
 
-/* Threads of a block of the strided kernels, and most lanes over parts of the kernel that adds them. */
+/* Threads of a block of the strided kernels, and most lanes over parts of the kernel that adds
+ * them. */
 #define NJI_STRIDED_THREADS 256
 #define NJI_SUM_LANES 32
 
@@ -422,7 +432,8 @@ typedef struct nji_problem {
 
 /* ---- what the user may define --------------------------------------------------------------- */
 
-/* NJ_MALLOC(bytes) and NJ_FREE(pointer) go together; the result is aligned as malloc's is. */
+/* NJ_MALLOC(bytes) and NJ_FREE(pointer) go together; the result is aligned as malloc's is, and
+   freeing NULL does nothing. */
 #ifndef NJ_MALLOC
 #define NJ_MALLOC(bytes) malloc(bytes)
 #define NJ_FREE(pointer) free(pointer)
@@ -450,7 +461,8 @@ typedef struct nji_problem {
 #define NJI_STATIC_ASSERT(condition, text) typedef char nji_assert_[(condition) ? 1 : -1]
 #endif
 
-NJI_STATIC_ASSERT(sizeof(nji_problem) == NJI_PROBLEM_BYTES, "host and device disagree on nji_problem");
+NJI_STATIC_ASSERT(sizeof(nji_problem) == NJI_PROBLEM_BYTES,
+                  "host and device disagree on nji_problem");
 
 /* ---- the thread's last error ---------------------------------------------------------------- */
 
@@ -479,8 +491,8 @@ static nj_status nji_fail_sized(nj_status status, uint64_t needed, uint64_t got,
 #define nji_fail(status, ...) nji_fail_sized(status, 0, 0, __VA_ARGS__)
 
 static nj_status nji_out_of_memory(const char *call, size_t bytes) {
-    return nji_fail_sized(NJ_OUT_OF_MEMORY, bytes, 0, "%s: %zu bytes of host memory could not be had",
-                          call, bytes);
+    return nji_fail_sized(NJ_OUT_OF_MEMORY, bytes, 0,
+                          "%s: %zu bytes of host memory could not be had", call, bytes);
 }
 
 /* ---- checked arithmetic --------------------------------------------------------------------- */
@@ -489,7 +501,8 @@ static nj_status nji_out_of_memory(const char *call, size_t bytes) {
 static int nji_mul_i64(int64_t a, int64_t b, int64_t *out) {
     if (a != 0 && b != 0) {
         if (a > 0 ? (b > 0 ? a > INT64_MAX / b : b < INT64_MIN / a)
-                  : (b > 0 ? a < INT64_MIN / b : b < INT64_MAX / a)) return 0;
+                  : (b > 0 ? a < INT64_MIN / b : b < INT64_MAX / a))
+            return 0;
     }
     *out = a * b;
     return 1;
@@ -585,10 +598,13 @@ static int nji_is_normalized(const nj_desc *desc, int axis) {
 }
 
 /* Checks rank, shape and axes; rows and cols are the products of the two groups of extents. */
-static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *cols, const char *call) {
-    int64_t all = 1; /* product of the extents that are not 0: every partial product must fit, too */
+static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *cols,
+                                 const char *call) {
+    int64_t all =
+        1; /* product of the extents that are not 0: every partial product must fit, too */
     int axis;
-    if (!desc) return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
+    if (!desc)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
     if (desc->rank < 1 || desc->rank > NJ_MAX_RANK) {
         return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.rank = %d: a rank is 1 to %d", call,
                         (int)desc->rank, NJ_MAX_RANK);
@@ -598,16 +614,18 @@ static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *co
                         "%s: desc.norm_axes = 0: at least one axis must be normalized", call);
     }
     if (desc->norm_axes >> desc->rank != 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.norm_axes = 0x%x: rank %d has axes 0 to %d only",
-                        call, (unsigned)desc->norm_axes, (int)desc->rank, (int)desc->rank - 1);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.norm_axes = 0x%x: rank %d has axes 0 to %d only", call,
+                        (unsigned)desc->norm_axes, (int)desc->rank, (int)desc->rank - 1);
     }
     *rows = *cols = 1;
     for (axis = 0; axis < desc->rank; axis++) {
         int64_t extent = desc->shape[axis];
         int64_t *product = nji_is_normalized(desc, axis) ? cols : rows;
         if (extent < 0) {
-            return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.shape[%d] = %lld: an extent is 0 or more",
-                            call, axis, (long long)extent);
+            return nji_fail(NJ_INVALID_ARGUMENT,
+                            "%s: desc.shape[%d] = %lld: an extent is 0 or more", call, axis,
+                            (long long)extent);
         }
         if (extent != 0 && !nji_mul_i64(all, extent, &all)) {
             return nji_fail(NJ_INVALID_ARGUMENT,
@@ -639,9 +657,9 @@ typedef struct nji_view {
     int32_t size; /* bytes of an element */
     nji_kind kind;
     int writable;
-    int empty;       /* no elements */
+    int empty; /* no elements */
     nj_dtype dtype;
-    size_t slot;     /* where its nji_operand lies in nji_problem */
+    size_t slot; /* where its nji_operand lies in nji_problem */
 } nji_view;
 
 /* Extents that the descriptor gives to an operand of a kind. */
@@ -658,8 +676,8 @@ static void nji_expected_shape(const nj_desc *desc, nji_kind kind, int32_t *rank
 }
 
 static nj_status nji_missing_operand(const nji_view *view, const char *call) {
-    return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.data = NULL: this plan needs the operand", call,
-                    view->name);
+    return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.data = NULL: this plan needs the operand",
+                    call, view->name);
 }
 
 static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const char *call) {
@@ -668,15 +686,15 @@ static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const
     nji_expected_shape(desc, view->kind, &rank, expected);
     if (view->rank == 0 && !view->data) return nji_missing_operand(view, call);
     if (view->rank != rank) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d", call,
-                        view->name, (int)view->rank, (int)rank);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d",
+                        call, view->name, (int)view->rank, (int)rank);
     }
     view->empty = 0;
     for (axis = 0; axis < rank; axis++) {
         if (view->shape[axis] != expected[axis]) {
-            return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.shape[%d] = %lld: the plan wants %lld",
-                            call, view->name, (int)axis, (long long)view->shape[axis],
-                            (long long)expected[axis]);
+            return nji_fail(NJ_INVALID_ARGUMENT,
+                            "%s: args.%s.shape[%d] = %lld: the plan wants %lld", call, view->name,
+                            (int)axis, (long long)view->shape[axis], (long long)expected[axis]);
         }
         if (expected[axis] == 0) view->empty = 1;
     }
@@ -692,30 +710,33 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
         if (view->shape[axis] == 1) continue;
         if (view->writable && stride <= 0) {
             return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s.stride[%d] = %lld: an output's stride must be positive", call,
-                            view->name, axis, (long long)stride);
+                            "%s: args.%s.stride[%d] = %lld: an output's stride must be positive",
+                            call, view->name, axis, (long long)stride);
         }
         if (!nji_mul_i64(view->shape[axis] - 1, stride, &span) ||
             !nji_add_i64(span < 0 ? low : high, span, span < 0 ? &low : &high)) {
-            return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s.stride[%d] = %lld: the reach of the strides overflows int64",
-                            call, view->name, axis, (long long)stride);
+            return nji_fail(
+                NJ_INVALID_ARGUMENT,
+                "%s: args.%s.stride[%d] = %lld: the reach of the strides overflows int64", call,
+                view->name, axis, (long long)stride);
         }
     }
     if (low < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: args.%s: offset and strides reach element %lld: the buffer starts at 0",
-                        call, view->name, (long long)low);
+        return nji_fail(
+            NJ_INVALID_ARGUMENT,
+            "%s: args.%s: offset and strides reach element %lld: the buffer starts at 0", call,
+            view->name, (long long)low);
     }
     if (high > INT64_MAX / 4 / view->size) { /* so that two views' bytes add up in int64 */
-        return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: args.%s: offset and strides reach element %lld: no address is that high",
-                        call, view->name, (long long)high);
+        return nji_fail(
+            NJ_INVALID_ARGUMENT,
+            "%s: args.%s: offset and strides reach element %lld: no address is that high", call,
+            view->name, (long long)high);
     }
     if (view->count != 0 && high >= view->count) {
         return nji_fail_sized(NJ_BUFFER_TOO_SMALL, (uint64_t)high + 1, (uint64_t)view->count,
-                              "%s: args.%s.count = %lld: offset and strides need %lld elements", call,
-                              view->name, (long long)view->count, (long long)high + 1);
+                              "%s: args.%s.count = %lld: offset and strides need %lld elements",
+                              call, view->name, (long long)view->count, (long long)high + 1);
     }
     view->low = low;
     view->high = high;
@@ -735,11 +756,11 @@ static nj_status nji_check_output_is_injective(const nji_view *view, const char 
         }
         if (best < 0) return NJ_OK;
         if (view->stride[best] <= reach) {
-            return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s.stride[%d] = %lld: the smaller strides reach %lld elements: an "
-                            "output's stride must step past them",
-                            call, view->name, best, (long long)view->stride[best],
-                            (long long)reach + 1);
+            return nji_fail(
+                NJ_INVALID_ARGUMENT,
+                "%s: args.%s.stride[%d] = %lld: the smaller strides reach %lld elements: an "
+                "output's stride must step past them",
+                call, view->name, best, (long long)view->stride[best], (long long)reach + 1);
         }
         reach += (view->shape[best] - 1) * view->stride[best];
         done |= 1u << best;
@@ -751,12 +772,13 @@ static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char 
     nj_status status = nji_check_view_shape(desc, view, call);
     if (status != NJ_OK) return status;
     if (view->count < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.count = %lld: a count is 0 (not known) or more",
-                        call, view->name, (long long)view->count);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: args.%s.count = %lld: a count is 0 (not known) or more", call,
+                        view->name, (long long)view->count);
     }
     if (view->offset < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.offset = %lld: an offset is 0 or more", call,
-                        view->name, (long long)view->offset);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.offset = %lld: an offset is 0 or more",
+                        call, view->name, (long long)view->offset);
     }
     if (view->empty) return NJ_OK;
     if (!view->data) return nji_missing_operand(view, call);
@@ -848,7 +870,8 @@ static int nji_views_overlap(const nji_view *a, const nji_view *b) {
 /* The same elements in the same order. */
 static int nji_views_equal(const nji_view *a, const nji_view *b) {
     int axis;
-    if (a->kind != b->kind || a->dtype != b->dtype || a->data != b->data || a->offset != b->offset) {
+    if (a->kind != b->kind || a->dtype != b->dtype || a->data != b->data ||
+        a->offset != b->offset) {
         return 0;
     }
     for (axis = 0; axis < a->rank; axis++) {
@@ -868,10 +891,11 @@ static nj_status nji_check_overlaps(const nji_view *views, int count, const char
             if (j == i || other->empty || (other->writable && j < i)) continue;
             if (!other->writable && out->kind == NJI_FULL && nji_views_equal(out, other)) continue;
             if (!nji_views_overlap(out, other)) continue;
-            return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s overlaps args.%s: an output must be apart from every other "
-                            "operand, or the same view as an input of x's shape",
-                            call, out->name, other->name);
+            return nji_fail(
+                NJ_INVALID_ARGUMENT,
+                "%s: args.%s overlaps args.%s: an output must be apart from every other "
+                "operand, or the same view as an input of x's shape",
+                call, out->name, other->name);
         }
     }
     return NJ_OK;
@@ -996,8 +1020,8 @@ static nj_layout nji_layout_of(const nji_problem *p) {
 
 /* ==== select.h ================================================================================== */
 /* Which kernels serve a descriptor: a pure function of the descriptor, device facts and preference.
-   A row of the tuning table is the single home of a kernel's geometry; -D options, launches, workspace
-   and SKU all come from the nji_choice made of it. */
+   A row of the tuning table is the single home of a kernel's geometry; -D options, launches,
+   workspace and SKU all come from the nji_choice made of it. */
 
 /* What a choice may depend on. Not part of it: anything that could differ between equal devices. */
 typedef struct nji_device_facts {
@@ -1012,12 +1036,13 @@ typedef enum nji_family {
     NJI_STRIDED /* any strides: norm_strided.cu */
 } nji_family;
 
-/* Geometry within a row depends on direction, element size, cols and arch alone, never on rows: that is
-   what makes y and dx batch-invariant. The first row that fits is taken. */
+/* Geometry within a row depends on direction, element size, cols and arch alone, never on rows:
+   that is what makes y and dx batch-invariant. The first row that fits is taken. */
 typedef struct nji_tuning {
     int forward;       /* 1 or 0 */
     int element_bytes; /* at most */
     int min_arch;
+    int max_access; /* bytes of x that one access can move: 16, or less where cols do not divide */
     int64_t max_cols;
     int elements;   /* columns of a slice that one thread keeps, at most */
     int max_lanes;  /* threads that share a slice: 32 = within a warp, else up to a block */
@@ -1031,58 +1056,62 @@ typedef struct nji_tuning {
 #define NJI_ANY_COLS INT64_MAX
 
 /* Measured reasons: ptx_src/DIARY.md. */
+/* clang-format off */
 static const nji_tuning nji_tuning_table[] = {
-    /* fwd bytes arch max_cols elements lanes threads slices resident prefetch ahead */
-    {1, 2, 0, 256, 8, 32, 128, 1, 1536, 0, 0},
-    {1, 2, 90, 1024, 32, 32, 256, 1, 1024, 0, 0},
-    {1, 2, 0, 1024, 32, 32, 256, 1, 768, 0, 0},
-    {1, 2, 0, 8192, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 0, 12288, 24, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 0, 16384, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 90, 65536, 16, 512, 0, 8, 1024, 0, 0},
-    {1, 2, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
-    {1, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 0, 128, 4, 32, 128, 1, 1536, 0, 0},
-    {1, 4, 0, 512, 16, 32, 256, 1, 1024, 0, 0},
-    {1, 4, 0, 8192, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 0, 16384, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 90, 65536, 16, 512, 0, 8, 1024, 0, 0},
-    {1, 4, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
-    {1, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 8, 0, 512, 16, 32, 128, 1, 512, 0, 0},
-    {1, 8, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0, 0},
-    {1, 8, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
-    {0, 2, 0, 256, 8, 32, 256, 1, 1024, 0, 0},
-    {0, 2, 0, 768, 24, 32, 64, 1, 256, 1, 0},
-    {0, 2, 0, 1024, 16, 512, 0, 1, 512, 1, 0},
-    {0, 2, 0, 4096, 24, 512, 0, 1, 384, 1, 0},
-    {0, 2, 0, 6144, 16, 512, 0, 1, 384, 1, 0},
-    {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1, 0},
-    {0, 2, 100, 16384, 24, 352, 0, 8, 384, 1, 0},
-    {0, 2, 0, 12288, 32, 384, 0, 1, 384, 0, 0},
-    {0, 2, 90, 16384, 24, 512, 0, 8, 384, 1, 0},
-    {0, 2, 0, NJI_ANY_COLS, 24, 192, 0, 1, 384, 1, 0},
-    {0, 4, 0, 128, 4, 32, 256, 1, 1024, 1, 0},
-    {0, 4, 0, 768, 24, 32, 64, 1, 256, 1, 0},
-    {0, 4, 0, 4096, 8, 512, 0, 1, 1024, 0, 0},
-    {0, 4, 90, 65536, 32, 256, 0, 8, 256, 1, 0},
-    {0, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
-    {0, 8, 0, 256, 8, 32, 128, 1, 256, 1, 0},
-    {0, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0, 0},
-    {0, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0, 0},
+    /* fwd bytes arch access cols elements lanes threads slices resident prefetch ahead */
+    {1, 2, 0, 16, 256, 8, 32, 128, 1, 1536, 0, 0},
+    {1, 2, 90, 16, 1024, 32, 32, 256, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 1024, 32, 32, 256, 1, 768, 0, 0},
+    {1, 2, 0, 16, 8192, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 12288, 24, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0},
+    {1, 2, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
+    {1, 2, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 128, 4, 32, 128, 1, 1536, 0, 0},
+    {1, 4, 0, 16, 512, 16, 32, 256, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 8192, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0},
+    {1, 4, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
+    {1, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 8, 0, 16, 512, 16, 32, 128, 1, 512, 0, 0},
+    {1, 8, 90, 16, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0, 0},
+    {1, 8, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
+    {0, 2, 0, 16, 256, 8, 32, 256, 1, 1024, 0, 0},
+    {0, 2, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
+    {0, 2, 0, 16, 1024, 16, 512, 0, 1, 512, 1, 0},
+    {0, 2, 0, 16, 4096, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 90, 4, 16384, 8, 1024, 0, 8, 1024, 0, 3},
+    {0, 2, 0, 16, 6144, 16, 512, 0, 1, 384, 1, 0},
+    {0, 2, 0, 16, 8192, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 100, 16, 16384, 24, 352, 0, 8, 384, 1, 0},
+    {0, 2, 0, 16, 12288, 32, 384, 0, 1, 384, 0, 0},
+    {0, 2, 90, 16, 16384, 24, 512, 0, 8, 384, 1, 0},
+    {0, 2, 0, 16, NJI_ANY_COLS, 24, 192, 0, 1, 384, 1, 0},
+    {0, 4, 0, 16, 128, 4, 32, 256, 1, 1024, 1, 0},
+    {0, 4, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
+    {0, 4, 0, 16, 4096, 8, 512, 0, 1, 1024, 0, 0},
+    {0, 4, 90, 16, 65536, 32, 256, 0, 8, 256, 1, 0},
+    {0, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
+    {0, 8, 0, 16, 256, 8, 32, 128, 1, 256, 1, 0},
+    {0, 8, 90, 16, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0, 0},
+    {0, 8, 0, 16, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0, 0},
 };
+/* clang-format on */
 
 /* Everything that launches and compiles a descriptor's kernels. */
 typedef struct nji_choice {
     nji_family family; /* of the fast kernels; STRIDED when there are none */
     int forward;
-    int vec;                    /* elements of one access; operands must be aligned to it */
-    int lanes, chunks, threads; /* threads along a row (tiles: along rows); accesses each; of a block */
+    int vec; /* elements of one access; operands must be aligned to it */
+    int lanes, chunks,
+        threads; /* threads along a row (tiles: along rows); accesses each; of a block */
     int slices, cluster;
     int blocks; /* per multiprocessor, at least */
     int prefetch, ahead;
-    int parts;                 /* most partial gradients of the fast kernels; 0 = none wanted */
-    int strided_parts;         /* the same for the strided kernels */
+    int parts;         /* most partial gradients of the fast kernels; 0 = none wanted */
+    int strided_parts; /* the same for the strided kernels */
     int64_t partial_bytes, sums_bytes; /* of the workspace, partials first */
 } nji_choice;
 
@@ -1104,14 +1133,22 @@ static int nji_power_of_two_above(int value) {
     return power;
 }
 
+/* Elements of one access: up to 16 bytes, dividing an extent. */
+static int nji_vec_of(const nj_desc *desc, int64_t extent) {
+    int vec = 16 / (int)nj_dtype_size(desc->dtype);
+    while (extent % vec != 0) vec /= 2;
+    return vec;
+}
+
 static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64_t cols,
                                          const nji_device_facts *facts) {
     int bytes = (int)nj_dtype_size(desc->dtype);
+    int access = bytes * nji_vec_of(desc, cols);
     size_t i;
     for (i = 0; i < sizeof nji_tuning_table / sizeof nji_tuning_table[0]; i++) {
         const nji_tuning *row = &nji_tuning_table[i];
-        if (row->forward == forward && bytes <= row->element_bytes && facts->arch >= row->min_arch &&
-            cols <= row->max_cols) {
+        if (row->forward == forward && bytes <= row->element_bytes &&
+            facts->arch >= row->min_arch && access <= row->max_access && cols <= row->max_cols) {
             return row;
         }
     }
@@ -1130,8 +1167,7 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
                         nji_choice *choice) {
     int64_t packs, slices;
     int per_slice, resident;
-    choice->vec = 16 / (int)nj_dtype_size(desc->dtype);
-    while (cols % choice->vec != 0) choice->vec /= 2;
+    choice->vec = nji_vec_of(desc, cols);
     /* Narrow packs waste registers: there is no room for a second row. */
     choice->prefetch = row->prefetch && choice->vec * (int)nj_dtype_size(desc->dtype) >= 8;
     slices = nji_ceil_div(cols, (int64_t)row->elements * row->max_lanes);
@@ -1168,8 +1204,9 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
     return *run > 1;
 }
 
-/* Tiles: a warp reads runs of 64 bytes; threads hold up to 64 bytes of x, so that x, dy and the sums stay
-   in registers. More columns take more threads, then shorter runs. Measured: ptx_src/DIARY.md. */
+/* Tiles: a warp reads runs of 64 bytes; threads hold up to 64 bytes of x, so that x, dy and the
+   sums stay in registers. More columns take more threads, then shorter runs. Measured:
+   ptx_src/DIARY.md. */
 #define NJI_TILE_RUN_BYTES 64
 #define NJI_TILE_THREAD_BYTES 64
 #define NJI_TILE_THREAD_ELEMENTS 32
@@ -1179,9 +1216,9 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
 static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_choice *choice) {
     int size = (int)nj_dtype_size(desc->dtype);
     int most_chunks, threads;
-    choice->vec = 16 / size;
-    while (run % choice->vec != 0) choice->vec /= 2;
-    most_chunks = (int)nji_min_i64(NJI_TILE_THREAD_BYTES / size, NJI_TILE_THREAD_ELEMENTS) / choice->vec;
+    choice->vec = nji_vec_of(desc, run);
+    most_chunks =
+        (int)nji_min_i64(NJI_TILE_THREAD_BYTES / size, NJI_TILE_THREAD_ELEMENTS) / choice->vec;
     most_chunks = (int)nji_min_i64(most_chunks, NJI_TILE_THREAD_ACCESSES);
     for (choice->lanes = NJI_TILE_RUN_BYTES / (choice->vec * size); choice->lanes >= 1;
          choice->lanes /= 2) {
@@ -1201,7 +1238,8 @@ static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_ch
 
 /* Rows that a block of the fast kernels works on at a time. */
 static int nji_block_rows(const nji_choice *choice) {
-    return choice->family == NJI_TILES ? choice->lanes * choice->vec : choice->threads / choice->lanes;
+    return choice->family == NJI_TILES ? choice->lanes * choice->vec
+                                       : choice->threads / choice->lanes;
 }
 
 static int64_t nji_clamp(int64_t value, int64_t low, int64_t high) {
@@ -1222,7 +1260,8 @@ static int nji_parts_row_lanes(int rows_fast) {
     return rows_fast ? NJI_STRIDED_FAST_ROWS : NJI_STRIDED_THREADS / 32;
 }
 
-/* Most parts that the strided kernels make: enough blocks to fill the device, each with rows to add. */
+/* Most parts that the strided kernels make: enough blocks to fill the device, each with rows to
+ * add. */
 static int64_t nji_strided_parts(int64_t rows, int64_t cols, const nji_device_facts *facts) {
     int64_t tiles = nji_ceil_div(cols, 32);
     return nji_clamp(16 * facts->multiprocessors / tiles, 1, nji_clamp(rows / 64, 1, 4096));
@@ -1236,7 +1275,8 @@ static int64_t nji_sums_offset(const nji_choice *choice) {
 }
 
 static int64_t nji_workspace_of(const nji_choice *choice) {
-    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes : choice->partial_bytes;
+    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes
+                              : choice->partial_bytes;
 }
 
 /* Parts of the parameter gradients, within the workspace that the caller allows. */
@@ -1250,8 +1290,8 @@ static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t col
     least = (uint64_t)nji_workspace_of(choice);
     if (limit && limit < least) {
         return nji_fail_sized(NJ_UNSUPPORTED, least, limit,
-                              "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes", call,
-                              (unsigned long long)limit, (unsigned long long)least);
+                              "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes",
+                              call, (unsigned long long)limit, (unsigned long long)least);
     }
     if (part == 0) return NJ_OK;
     if (limit) {
@@ -1281,8 +1321,9 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     choice->forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
     choice->family = NJI_STRIDED;
     if (cols > NJI_MAX_COLS && nji_wants_params(desc)) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.shape: %lld columns: at most %lld with dgamma or dbeta",
-                        call, (long long)cols, NJI_MAX_COLS);
+        return nji_fail(NJ_UNSUPPORTED,
+                        "%s: desc.shape: %lld columns: at most %lld with dgamma or dbeta", call,
+                        (long long)cols, NJI_MAX_COLS);
     }
     if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
         const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
@@ -1351,7 +1392,8 @@ static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice
 }
 
 /* For norm_strided.cu: shapes and strides are arguments; types and direction are fixed. */
-static void nji_strided_options(const nj_desc *desc, const nji_choice *choice, nji_options *options) {
+static void nji_strided_options(const nj_desc *desc, const nji_choice *choice,
+                                nji_options *options) {
     options->count = 0;
     nji_add_option(options, "-DNJI_X=%s", nji_device_type(desc->dtype));
     nji_add_option(options, "-DNJI_PARAM_CODE=%d", (int)desc->param_dtype);
@@ -1363,10 +1405,10 @@ static void nji_strided_options(const nj_desc *desc, const nji_choice *choice, n
 /* ==== host.h ==================================================================================== */
 /* The host backend.
 
-   Rows are taken in panels: up to NJI_HOST_ROWS rows by a chunk of columns. Operands in packed
-   columns are read and written where they lie; others are converted and gathered into a panel that
-   stays in the nearest cache. So the arithmetic below knows one layout, and strides are dealt with
-   in one place.
+   Rows are taken in panels, up to NJI_HOST_ROWS at a time. Operands in packed columns are read and
+   written where they lie, a whole row after the other, while the next is fetched. Others are
+   converted and gathered, a chunk of columns at a time, into a panel that stays in the nearest
+   cache. So the arithmetic below knows one layout, and strides are dealt with in one place.
 
    What a row's results depend on: its own values, the number of columns, the layout, the kind of
    processor; never the other rows or the number of threads. Parameter gradients: rows are split in
@@ -1398,17 +1440,22 @@ static void nji_strided_options(const nj_desc *desc, const nji_choice *choice, n
 
 /* ---- sizes ---------------------------------------------------------------------------------- */
 
+#define NJI_HOST_LINE 64           /* bytes of a cache line */
 #define NJI_HOST_ROWS 32           /* rows of a panel, at most */
 #define NJI_HOST_CHUNK_BYTES 4096  /* of a chunk of gamma: columns of a panel, at most */
 #define NJI_HOST_PANEL_BYTES 24576 /* of a panel, without the padding of its rows */
 #define NJI_HOST_PAD_BYTES 64      /* keeps panel rows out of each other's cache sets */
 #define NJI_HOST_BUFFER_BYTES (NJI_HOST_PANEL_BYTES + NJI_HOST_ROWS * NJI_HOST_PAD_BYTES)
+#define NJI_HOST_ROOM_BYTES (2 * (NJI_HOST_BUFFER_BYTES + NJI_HOST_CHUNK_BYTES)) /* of a thread */
+#define NJI_HOST_SWEEP_COLS 8192 /* columns of one sum of float or double, where in place */
+#define NJI_HOST_SUM_ROWS 256    /* rows of one such sum, about */
 
 /* Tuned on memory-bound sizes; only speed depends on them. */
-#define NJI_HOST_GROUP_BYTES 98304    /* of x in a panel's whole rows: in L2 till swept again */
-#define NJI_HOST_SWEEP_COLS 8192      /* columns of one sum where all is in place */
-#define NJI_HOST_SHORT_ROW 1024       /* bytes of a row; up to there ... */
-#define NJI_HOST_SHORT_PANEL 4096     /* ... small panels let processors run ahead into the next */
+#define NJI_HOST_LONG_ROW 8192        /* bytes of a row that is long; see nji_host_is_long */
+#define NJI_HOST_AHEAD_BYTES 8192     /* between what is written and the later row fetched then */
+#define NJI_HOST_AHEAD_IN_ROW 4096    /* between what is read and fetched in a long row */
+#define NJI_HOST_SHORT_ROW 1024       /* bytes of a row; forward: up to there ... */
+#define NJI_HOST_BATCH_BYTES 4096     /* ... so much is swept before it is swept again */
 #define NJI_HOST_PARALLEL_FROM 32768  /* elements; below it threads cost more than they save */
 #define NJI_HOST_STREAM_FROM 16777216 /* bytes of an output that the last cache will not keep */
 
@@ -1544,14 +1591,19 @@ static const nji_host_type nji_host_types[] = {
 
 /* Some rows and a chunk of their columns. `real` below: the type of the arithmetic. */
 typedef struct nji_host_panel {
-    const void *x[NJI_HOST_ROWS], *dy[NJI_HOST_ROWS]; /* each row's chunk */
-    void *out[NJI_HOST_ROWS];                         /* y or dx; may be x or dy */
-    const void *gamma, *beta;                         /* the chunk of each; never null */
-    void *dgamma, *dbeta;                             /* partial sums of the chunk, added to */
-    int64_t ahead;  /* bytes from a row of x to the row that forward prefetches; 0: none */
+    const char *x, *dy;                /* the first row's chunk */
+    char *out;                         /* y or dx; may be x or dy */
+    int64_t x_step, dy_step, out_step; /* bytes from row to row */
+    int64_t ahead;                     /* bytes to what is fetched while a row is first read */
+    int64_t x_ahead, dy_ahead;         /* ... while it is written: hints, which may lead nowhere */
+    const void *gamma, *beta;          /* the chunk of each; never null */
+    void *dgamma, *dbeta;              /* partial sums of the chunk, added to */
+    int64_t first;  /* columns of the chunk that come before those in hand; for sums only */
     int begin, end; /* the rows in hand */
+    int stream;     /* out is written past the caches; see NJI_PUT */
     /* By row. The sums grow from chunk to chunk; in double, so chunks add no error of their own. */
     double sum[NJI_HOST_ROWS], square[NJI_HOST_ROWS];
+    double mean[NJI_HOST_ROWS];
     double center[NJI_HOST_ROWS]; /* of type real: the mean, or close to it */
     double shift[NJI_HOST_ROWS];  /* xhat = (x - center) * rstd + shift */
     double rstd[NJI_HOST_ROWS];
@@ -1559,7 +1611,7 @@ typedef struct nji_host_panel {
     double mean_g[NJI_HOST_ROWS], mean_gx[NJI_HOST_ROWS];
 } nji_host_panel;
 
-/* One set for each element type and instruction set. `cols` is the chunk's. */
+/* One set for each element type and instruction set. `cols`: those in hand. */
 typedef struct nji_host_math {
     void (*sum)(nji_host_panel *panel, int64_t cols);             /* sum += x */
     void (*moments)(nji_host_panel *panel, int64_t cols);         /* sum, square of x-center */
@@ -1568,6 +1620,10 @@ typedef struct nji_host_math {
     void (*dx)(const nji_host_panel *panel, int64_t cols);        /* out = dx */
     void (*params)(const nji_host_panel *panel, int64_t cols);    /* dgamma, dbeta */
     void (*dx_params)(const nji_host_panel *panel, int64_t cols); /* both, reading once */
+    /* backward_sums and dx or dx_params row by row, so that a processor fetches the next row while
+       it writes one; cols: all, up to NJI_HOST_SWEEP_COLS */
+    void (*whole_dx)(const nji_host_panel *panel, int64_t cols);
+    void (*whole_dx_params)(const nji_host_panel *panel, int64_t cols);
 } nji_host_math;
 
 #if NJI_HOST_VECTORS
@@ -1575,12 +1631,15 @@ typedef struct nji_host_math {
 #define NJI_VECTOR(name, element, bytes)                                                           \
     typedef element name __attribute__((vector_size(bytes), aligned(sizeof(element)), may_alias))
 NJI_VECTOR(nji_float_base, float, 16);
+NJI_VECTOR(nji_float_half, float, 8);
 NJI_VECTOR(nji_double_base, double, 16);
+#define NJI_WIDER(value, vec) __builtin_convertvector(value, vec)
 #define NJI_BASE_LANES_float 4
 #define NJI_BASE_LANES_double 2
 #define NJI_LANES_float(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
 #define NJI_LANES_double(v) ((v)[0] + (v)[1])
 #if NJI_HOST_X86
+NJI_VECTOR(nji_u32_base, uint32_t, 16);
 NJI_VECTOR(nji_float_avx2, float, 32);
 NJI_VECTOR(nji_double_avx2, double, 32);
 NJI_VECTOR(nji_u32_avx2, uint32_t, 32);
@@ -1589,13 +1648,25 @@ NJI_VECTOR(nji_double_avx512, double, 64);
 NJI_VECTOR(nji_u32_avx512, uint32_t, 64);
 #endif
 #else
-typedef float nji_float_base;
+typedef float nji_float_base, nji_float_half;
 typedef double nji_double_base;
+#define NJI_WIDER(value, vec) ((vec)(value))
 #define NJI_BASE_LANES_float 1
 #define NJI_BASE_LANES_double 1
 #define NJI_LANES_float(v) (v)
 #define NJI_LANES_double(v) (v)
 #endif
+
+/* Fetches what lies `ahead` bytes on, by cache lines. */
+#define NJI_PREFETCH_LINES(p, ahead, count)                                                        \
+    do {                                                                                           \
+        size_t line;                                                                               \
+        for (line = 0; line < (count) * sizeof *(p); line += NJI_HOST_LINE)                        \
+            NJI_PREFETCH((const char *)(p) + (ahead) + line);                                      \
+    } while (0)
+
+/* Row r of the panel's x, dy or out. */
+#define NJI_ROW_OF(panel, what, r, type) ((type *)((panel)->what + (r) * (panel)->what##_step))
 
 #define NJI_AT(vec, pointer) (*(vec *)(pointer))
 #define NJI_READ(vec, pointer) (*(const vec *)(pointer))
@@ -1616,98 +1687,102 @@ typedef double nji_stored_f64;
 #define NJI_GET1_bf16(p) nji_f32_from_bf16(*(p))
 #define NJI_GET1_f32(p) (*(p))
 #define NJI_GET1_f64(p) (*(p))
-#define NJI_PUT1_f16(p, value) (*(p) = nji_f16_from_f32(value))
-#define NJI_PUT1_bf16(p, value) (*(p) = nji_bf16_from_f32(value))
-#define NJI_PUT1_f32(p, value) (*(p) = (value))
-#define NJI_PUT1_f64(p, value) (*(p) = (value))
+#define NJI_PUT1_f16(p, value, stream) (*(p) = nji_f16_from_f32(value))
+#define NJI_PUT1_bf16(p, value, stream) (*(p) = nji_bf16_from_f32(value))
+#define NJI_PUT1_f32(p, value, stream) (*(p) = (value))
+#define NJI_PUT1_f64(p, value, stream) (*(p) = (value))
 
 #define NJI_GET_f32_base(p) NJI_READ(nji_float_base, p)
 #define NJI_GET_f64_base(p) NJI_READ(nji_double_base, p)
-#define NJI_PUT_f32_base(p, value) (NJI_AT(nji_float_base, p) = (value))
-#define NJI_PUT_f64_base(p, value) (NJI_AT(nji_double_base, p) = (value))
+#define NJI_PUT_f32_base(p, value, stream) (NJI_AT(nji_float_base, p) = (value))
+#define NJI_PUT_f64_base(p, value, stream) (NJI_AT(nji_double_base, p) = (value))
 
 #if NJI_HOST_X86
+/* Writes a vector, past the caches if asked: whole cache lines then need not be read before they
+   are written. By 16 bytes, since the output may be aligned no better; the processor joins them. */
+#define NJI_PUT(vec, pieces, p, value, stream)                                                     \
+    do {                                                                                           \
+        vec packed = (vec)(value);                                                                 \
+        if (stream)                                                                                \
+            NJI_STREAM_##pieces((__m128i *)(p), (const nji_u32_base *)&packed);                    \
+        else                                                                                       \
+            NJI_AT(vec, p) = packed;                                                               \
+    } while (0)
+#define NJI_STREAM_1(to, piece) _mm_stream_si128(to, (__m128i)(piece)[0])
+#define NJI_STREAM_2(to, piece) (NJI_STREAM_1(to, piece), NJI_STREAM_1((to) + 1, (piece) + 1))
+#define NJI_STREAM_4(to, piece) (NJI_STREAM_2(to, piece), NJI_STREAM_2((to) + 2, (piece) + 2))
+
 #define NJI_GET_f32_avx2(p) NJI_READ(nji_float_avx2, p)
 #define NJI_GET_f64_avx2(p) NJI_READ(nji_double_avx2, p)
-#define NJI_PUT_f32_avx2(p, value) (NJI_AT(nji_float_avx2, p) = (value))
-#define NJI_PUT_f64_avx2(p, value) (NJI_AT(nji_double_avx2, p) = (value))
+#define NJI_PUT_f32_avx2(p, value, stream) NJI_PUT(nji_float_avx2, 2, p, value, stream)
+#define NJI_PUT_f64_avx2(p, value, stream) NJI_PUT(nji_double_avx2, 2, p, value, stream)
 #define NJI_GET_f32_avx512(p) NJI_READ(nji_float_avx512, p)
 #define NJI_GET_f64_avx512(p) NJI_READ(nji_double_avx512, p)
-#define NJI_PUT_f32_avx512(p, value) (NJI_AT(nji_float_avx512, p) = (value))
-#define NJI_PUT_f64_avx512(p, value) (NJI_AT(nji_double_avx512, p) = (value))
+#define NJI_PUT_f32_avx512(p, value, stream) NJI_PUT(nji_float_avx512, 4, p, value, stream)
+#define NJI_PUT_f64_avx512(p, value, stream) NJI_PUT(nji_double_avx512, 4, p, value, stream)
 
 /* The masked forms, since g++ 12 takes the plain ones' own "undefined" operand for our mistake. */
 #define NJI_GET_f16_avx2(p) ((nji_float_avx2)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p))))
 #define NJI_GET_f16_avx512(p)                                                                      \
     ((nji_float_avx512)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i *)(p))))
-#define NJI_PUT_f16_avx2(p, value)                                                                 \
-    _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph((__m256)(value), _MM_FROUND_TO_NEAREST_INT))
-#define NJI_PUT_f16_avx512(p, value)                                                               \
-    _mm256_storeu_si256((__m256i *)(p),                                                            \
-                        _mm512_maskz_cvtps_ph(0xffff, (__m512)(value), _MM_FROUND_TO_NEAREST_INT))
+#define NJI_PUT_f16_avx2(p, value, stream)                                                         \
+    NJI_PUT(nji_u32_base, 1, p, _mm256_cvtps_ph((__m256)(value), _MM_FROUND_TO_NEAREST_INT), stream)
+#define NJI_PUT_f16_avx512(p, value, stream)                                                       \
+    NJI_PUT(nji_u32_avx2, 2, p,                                                                    \
+            _mm512_maskz_cvtps_ph(0xffff, (__m512)(value), _MM_FROUND_TO_NEAREST_INT), stream)
 
 #define NJI_WIDEN_avx2(p)                                                                          \
     ((nji_u32_avx2)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #define NJI_WIDEN_avx512(p)                                                                        \
     ((nji_u32_avx512)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i *)(p))))
 /* Packing works by 128 bits: of four quarters, the first and the third are wanted. */
-#define NJI_NARROW_avx2(p, bits)                                                                   \
-    _mm_storeu_si128((__m128i *)(p),                                                               \
-                     _mm256_castsi256_si128(_mm256_permute4x64_epi64(                              \
-                         _mm256_packus_epi32((__m256i)(bits), (__m256i)(bits)), 0xd8)))
-#define NJI_NARROW_avx512(p, bits)                                                                 \
-    _mm256_storeu_si256((__m256i *)(p), _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)(bits)))
+#define NJI_NARROW_avx2(p, bits, stream)                                                           \
+    NJI_PUT(nji_u32_base, 1, p,                                                                    \
+            _mm256_castsi256_si128(_mm256_permute4x64_epi64(                                       \
+                _mm256_packus_epi32((__m256i)(bits), (__m256i)(bits)), 0xd8)),                     \
+            stream)
+#define NJI_NARROW_avx512(p, bits, stream)                                                         \
+    NJI_PUT(nji_u32_avx2, 2, p, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)(bits)), stream)
 
 #define NJI_GET_bf16_avx2(p) ((nji_float_avx2)(NJI_WIDEN_avx2(p) << 16))
 #define NJI_GET_bf16_avx512(p) ((nji_float_avx512)(NJI_WIDEN_avx512(p) << 16))
-#define NJI_PUT_bf16_avx2(p, value) NJI_PUT_BF16(avx2, p, value)
-#define NJI_PUT_bf16_avx512(p, value) NJI_PUT_BF16(avx512, p, value)
+#define NJI_PUT_bf16_avx2(p, value, stream) NJI_PUT_BF16(avx2, p, value, stream)
+#define NJI_PUT_bf16_avx512(p, value, stream) NJI_PUT_BF16(avx512, p, value, stream)
 
 /* nji_bf16_from_f32 on every lane. (AVX512-BF16's own instruction takes subnormals for zero.) */
-#define NJI_PUT_BF16(isa, p, value)                                                                \
+#define NJI_PUT_BF16(isa, p, value, stream)                                                        \
     do {                                                                                           \
         nji_float_##isa wide = (value);                                                            \
-        nji_u32_##isa bits = (nji_u32_##isa)wide, high = bits >> 16;                               \
-        nji_u32_##isa is_nan = (nji_u32_##isa)(wide != wide);                                      \
-        nji_u32_##isa near = (bits + 0x7fffu + (high & 1u)) >> 16;                                 \
-        near = (near & ~is_nan) | ((high | 0x40u) & is_nan);                                       \
-        NJI_NARROW_##isa(p, near);                                                                 \
+        nji_u32_##isa bits = (nji_u32_##isa)wide, near = bits + 0x7fffu + ((bits >> 16) & 1u);     \
+        NJI_QUIET_NAN_##isa(near, bits, wide);                                                     \
+        near >>= 16;                                                                               \
+        NJI_NARROW_##isa(p, near, stream);                                                         \
     } while (0)
+/* Lanes of `near` become `bits` and the quiet bit where `wide` is no number. */
+#define NJI_QUIET_NAN_avx2(near, bits, wide)                                                       \
+    near = (nji_u32_avx2)_mm256_blendv_ps((__m256)near, (__m256)(bits | 0x400000u),                \
+                                          (__m256)(wide != wide))
+#define NJI_QUIET_NAN_avx512(near, bits, wide)                                                     \
+    near = (nji_u32_avx512)_mm512_mask_or_epi32(                                                   \
+        (__m512i)near, _mm512_cmp_ps_mask((__m512)wide, (__m512)wide, _CMP_UNORD_Q),               \
+        (__m512i)bits, _mm512_set1_epi32(0x400000))
 #endif
 
-/* The k-th vector of a tile of columns, in one row of the backward pass. */
-#define NJI_HOST_STEP(vec, k, lanes, GET, PUT)                                                     \
+/* A vector, or one column, of the backward pass of a row. */
+#define NJI_HOST_STEP(vec, GET, PUT)                                                               \
     {                                                                                              \
-        vec t = GET(dy + (k) * (lanes)), h = (GET(x + (k) * (lanes)) - center) * rstd;             \
+        vec t = GET(dy + c), h = (GET(x + c) - center) * rstd;                                     \
+        if (want_dx)                                                                               \
+            PUT(out + c, ((t * NJI_READ(vec, gamma + c) - mean_g) - h * mean_gx) * scale,          \
+                panel->stream);                                                                    \
         if (want_params) {                                                                         \
-            dgamma##k += t * h;                                                                    \
-            dbeta##k += t;                                                                         \
+            NJI_AT(vec, dgamma + c) += t * h;                                                      \
+            NJI_AT(vec, dbeta + c) += t;                                                           \
         }                                                                                          \
-        if (want_dx) PUT(out + (k) * (lanes), ((t * gamma##k - mean_g) - h * mean_gx) * scale);    \
-    }
-
-/* The rows of a panel over one tile of columns; `steps` names the tile's vectors. The sums over the
-   rows are kept in registers and added to memory once, which also keeps their error small. */
-#define NJI_HOST_BACKWARD_ROWS(stored, real, steps)                                                \
-    for (r = panel->begin; r < panel->end; r++) {                                                  \
-        const stored *x = (const stored *)panel->x[r] + c, *dy = (const stored *)panel->dy[r] + c; \
-        stored *out = want_dx ? (stored *)panel->out[r] + c : NULL;                                \
-        real center = row[r].center, rstd = row[r].rstd, scale = row[r].scale;                     \
-        real mean_g = row[r].mean_g, mean_gx = row[r].mean_gx;                                     \
-        steps                                                                                      \
-    }
-
-#define NJI_HOST_OPEN(vec, k, lanes)                                                               \
-    vec dgamma##k = {0}, dbeta##k = {0}, gamma##k = NJI_READ(vec, gamma + c + (k) * (lanes));
-
-#define NJI_HOST_CLOSE(vec, k, lanes)                                                              \
-    if (want_params) {                                                                             \
-        NJI_AT(vec, dgamma + c + (k) * (lanes)) += dgamma##k;                                      \
-        NJI_AT(vec, dbeta + c + (k) * (lanes)) += dbeta##k;                                        \
     }
 
 /* C has no templates: this text is what adds up, for one type and one instruction set. */
-#define NJI_HOST_ADDS(isa, TARGET, real, lanes, pieces)                                            \
+#define NJI_HOST_ADDS(isa, TARGET, real, narrow, lanes, pieces)                                    \
     TARGET static NJI_ALWAYS_INLINE double nji_host_lanes_##real##_##isa(                          \
         const nji_##real##_##isa *vector) {                                                        \
         const nji_##real##_base *piece = (const nji_##real##_base *)vector;                        \
@@ -1728,14 +1803,12 @@ typedef double nji_stored_f64;
                                                                                                    \
     TARGET static void nji_host_add_wide_##real##_##isa(double *to, const void *from,              \
                                                         int64_t cols) {                            \
+        typedef nji_double_##isa vec;                                                              \
+        typedef nji_##real##_##narrow part;                                                        \
         const real *b = (const real *)from;                                                        \
-        int64_t c;                                                                                 \
-        for (c = 0; c + 4 <= cols; c += 4) {                                                       \
-            to[c] += (double)b[c];                                                                 \
-            to[c + 1] += (double)b[c + 1];                                                         \
-            to[c + 2] += (double)b[c + 2];                                                         \
-            to[c + 3] += (double)b[c + 3];                                                         \
-        }                                                                                          \
+        int64_t step = (int64_t)(sizeof(vec) / sizeof(double)), c;                                 \
+        for (c = 0; c + step <= cols; c += step)                                                   \
+            NJI_AT(vec, to + c) += NJI_WIDER(NJI_READ(part, b + c), vec);                          \
         for (; c < cols; c++)                                                                      \
             to[c] += (double)b[c];                                                                 \
     }
@@ -1743,171 +1816,169 @@ typedef double nji_stored_f64;
 /* And this is the arithmetic, for rows of one element type. Columns go by four vectors or two, then
    by one, then one by one: where a column falls depends on its place alone. */
 #define NJI_HOST_MATH(isa, TARGET, elem, real, lanes)                                              \
-    TARGET static void nji_host_sum_##elem##_##isa(nji_host_panel *panel, int64_t cols) {          \
+    TARGET static NJI_ALWAYS_INLINE double nji_host_row_sum_##elem##_##isa(                        \
+        const nji_stored_##elem *x, int64_t cols, int64_t ahead) {                                 \
         typedef nji_##real##_##isa vec;                                                            \
-        int r;                                                                                     \
-        for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
-            vec a = {0}, b = {0}, d = {0}, e = {0};                                                \
-            real rest = 0;                                                                         \
-            int64_t c = 0;                                                                         \
-            for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                        \
-                a += NJI_GET_##elem##_##isa(x + c);                                                \
-                b += NJI_GET_##elem##_##isa(x + c + lanes);                                        \
-                d += NJI_GET_##elem##_##isa(x + c + 2 * lanes);                                    \
-                e += NJI_GET_##elem##_##isa(x + c + 3 * lanes);                                    \
-            }                                                                                      \
-            for (; c + lanes <= cols; c += lanes)                                                  \
-                a += NJI_GET_##elem##_##isa(x + c);                                                \
-            for (; c < cols; c++)                                                                  \
-                rest += NJI_GET1_##elem(x + c);                                                    \
-            a = (a + b) + (d + e);                                                                 \
-            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                     \
+        vec a = {0}, b = {0}, d = {0}, e = {0};                                                    \
+        real rest = 0;                                                                             \
+        int64_t c = 0;                                                                             \
+        for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                            \
+            NJI_PREFETCH_LINES(x + c, ahead, 4 * lanes);                                           \
+            a += NJI_GET_##elem##_##isa(x + c);                                                    \
+            b += NJI_GET_##elem##_##isa(x + c + lanes);                                            \
+            d += NJI_GET_##elem##_##isa(x + c + 2 * lanes);                                        \
+            e += NJI_GET_##elem##_##isa(x + c + 3 * lanes);                                        \
         }                                                                                          \
+        for (; c + lanes <= cols; c += lanes)                                                      \
+            a += NJI_GET_##elem##_##isa(x + c);                                                    \
+        for (; c < cols; c++)                                                                      \
+            rest += NJI_GET1_##elem(x + c);                                                        \
+        a = (a + b) + (d + e);                                                                     \
+        return nji_host_lanes_##real##_##isa(&a) + (double)rest;                                   \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static NJI_ALWAYS_INLINE void nji_host_row_moments_##elem##_##isa(                      \
+        const nji_stored_##elem *x, int64_t cols, real center, double *sum, double *square) {      \
+        typedef nji_##real##_##isa vec;                                                            \
+        vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                                  \
+        real rest = 0, rest2 = 0;                                                                  \
+        int64_t c = 0;                                                                             \
+        for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                            \
+            vec d = NJI_GET_##elem##_##isa(x + c) - center,                                        \
+                e = NJI_GET_##elem##_##isa(x + c + lanes) - center;                                \
+            a += d;                                                                                \
+            a2 += d * d;                                                                           \
+            b += e;                                                                                \
+            b2 += e * e;                                                                           \
+        }                                                                                          \
+        for (; c + lanes <= cols; c += lanes) {                                                    \
+            vec d = NJI_GET_##elem##_##isa(x + c) - center;                                        \
+            a += d;                                                                                \
+            a2 += d * d;                                                                           \
+        }                                                                                          \
+        for (; c < cols; c++) {                                                                    \
+            real d = NJI_GET1_##elem(x + c) - center;                                              \
+            rest += d;                                                                             \
+            rest2 += d * d;                                                                        \
+        }                                                                                          \
+        a += b;                                                                                    \
+        a2 += b2;                                                                                  \
+        *sum += nji_host_lanes_##real##_##isa(&a) + (double)rest;                                  \
+        *square += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                             \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static NJI_ALWAYS_INLINE void nji_host_row_sums_##elem##_##isa(                         \
+        const nji_stored_##elem *x, const nji_stored_##elem *dy, const real *gamma, int64_t cols,  \
+        int64_t ahead, real center, real rstd, double *sum, double *square) {                      \
+        typedef nji_##real##_##isa vec;                                                            \
+        vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                                  \
+        real rest = 0, rest2 = 0;                                                                  \
+        int64_t c = 0;                                                                             \
+        for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                            \
+            vec g = NJI_GET_##elem##_##isa(dy + c) * NJI_READ(vec, gamma + c);                     \
+            vec f = NJI_GET_##elem##_##isa(dy + c + lanes) * NJI_READ(vec, gamma + c + lanes);     \
+            NJI_PREFETCH_LINES(x + c, ahead, 2 * lanes);                                           \
+            NJI_PREFETCH_LINES(dy + c, ahead, 2 * lanes);                                          \
+            a += g;                                                                                \
+            a2 += g * ((NJI_GET_##elem##_##isa(x + c) - center) * rstd);                           \
+            b += f;                                                                                \
+            b2 += f * ((NJI_GET_##elem##_##isa(x + c + lanes) - center) * rstd);                   \
+        }                                                                                          \
+        for (; c + lanes <= cols; c += lanes) {                                                    \
+            vec g = NJI_GET_##elem##_##isa(dy + c) * NJI_READ(vec, gamma + c);                     \
+            a += g;                                                                                \
+            a2 += g * ((NJI_GET_##elem##_##isa(x + c) - center) * rstd);                           \
+        }                                                                                          \
+        for (; c < cols; c++) {                                                                    \
+            real g = NJI_GET1_##elem(dy + c) * gamma[c];                                           \
+            rest += g;                                                                             \
+            rest2 += g * ((NJI_GET1_##elem(x + c) - center) * rstd);                               \
+        }                                                                                          \
+        a += b;                                                                                    \
+        a2 += b2;                                                                                  \
+        *sum += nji_host_lanes_##real##_##isa(&a) + (double)rest;                                  \
+        *square += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                             \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static NJI_ALWAYS_INLINE void nji_host_row_back_##elem##_##isa(                         \
+        const nji_host_panel *panel, int r, int64_t cols, real mean_g, real mean_gx, real scale,   \
+        int want_dx, int want_params) {                                                            \
+        typedef nji_##real##_##isa vec;                                                            \
+        const nji_stored_##elem *x = NJI_ROW_OF(panel, x, r, const nji_stored_##elem),             \
+                                *dy = NJI_ROW_OF(panel, dy, r, const nji_stored_##elem);           \
+        nji_stored_##elem *out = want_dx ? NJI_ROW_OF(panel, out, r, nji_stored_##elem) : NULL;    \
+        const real *gamma = (const real *)panel->gamma;                                            \
+        real *dgamma = (real *)panel->dgamma, *dbeta = (real *)panel->dbeta;                       \
+        real center = (real)panel->center[r], rstd = (real)panel->rstd[r];                         \
+        int64_t x_ahead = panel->x_ahead, dy_ahead = panel->dy_ahead, c = 0;                       \
+        for (; c + lanes <= cols; c += lanes) {                                                    \
+            NJI_PREFETCH((const char *)(x + c) + x_ahead);                                         \
+            NJI_PREFETCH((const char *)(dy + c) + dy_ahead);                                       \
+            NJI_HOST_STEP(vec, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)                     \
+        }                                                                                          \
+        for (; c < cols; c++)                                                                      \
+            NJI_HOST_STEP(real, NJI_GET1_##elem, NJI_PUT1_##elem)                                  \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static void nji_host_sum_##elem##_##isa(nji_host_panel *panel, int64_t cols) {          \
+        int r;                                                                                     \
+        for (r = panel->begin; r < panel->end; r++)                                                \
+            panel->sum[r] += nji_host_row_sum_##elem##_##isa(                                      \
+                NJI_ROW_OF(panel, x, r, const nji_stored_##elem) + panel->first, cols,             \
+                panel->ahead);                                                                     \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_moments_##elem##_##isa(nji_host_panel *panel, int64_t cols) {      \
-        typedef nji_##real##_##isa vec;                                                            \
         int r;                                                                                     \
-        for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
-            real center = (real)panel->center[r], rest = 0, rest2 = 0;                             \
-            vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                              \
-            int64_t c = 0;                                                                         \
-            for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                        \
-                vec d = NJI_GET_##elem##_##isa(x + c) - center,                                    \
-                    e = NJI_GET_##elem##_##isa(x + c + lanes) - center;                            \
-                a += d;                                                                            \
-                a2 += d * d;                                                                       \
-                b += e;                                                                            \
-                b2 += e * e;                                                                       \
-            }                                                                                      \
-            for (; c + lanes <= cols; c += lanes) {                                                \
-                vec d = NJI_GET_##elem##_##isa(x + c) - center;                                    \
-                a += d;                                                                            \
-                a2 += d * d;                                                                       \
-            }                                                                                      \
-            for (; c < cols; c++) {                                                                \
-                real d = NJI_GET1_##elem(x + c) - center;                                          \
-                rest += d;                                                                         \
-                rest2 += d * d;                                                                    \
-            }                                                                                      \
-            a += b;                                                                                \
-            a2 += b2;                                                                              \
-            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                     \
-            panel->square[r] += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                \
-        }                                                                                          \
+        for (r = panel->begin; r < panel->end; r++)                                                \
+            nji_host_row_moments_##elem##_##isa(                                                   \
+                NJI_ROW_OF(panel, x, r, const nji_stored_##elem) + panel->first, cols,             \
+                (real)panel->center[r], &panel->sum[r], &panel->square[r]);                        \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_forward_##elem##_##isa(const nji_host_panel *panel,                \
                                                        int64_t cols) {                             \
         typedef nji_##real##_##isa vec;                                                            \
         const real *gamma = (const real *)panel->gamma, *beta = (const real *)panel->beta;         \
+        int64_t ahead = panel->x_ahead;                                                            \
         int r;                                                                                     \
         for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
-            nji_stored_##elem *y = (nji_stored_##elem *)panel->out[r];                             \
+            const nji_stored_##elem *x = NJI_ROW_OF(panel, x, r, const nji_stored_##elem);         \
+            nji_stored_##elem *y = NJI_ROW_OF(panel, out, r, nji_stored_##elem);                   \
             real center = (real)panel->center[r], shift = (real)panel->shift[r];                   \
             real rstd = (real)panel->rstd[r];                                                      \
             int64_t c = 0;                                                                         \
             for (; c + lanes <= cols; c += lanes) {                                                \
                 vec h = (NJI_GET_##elem##_##isa(x + c) - center) * rstd + shift;                   \
-                NJI_PREFETCH((const char *)(x + c) + panel->ahead);                                \
-                NJI_PUT_##elem##_##isa(y + c,                                                      \
-                                       h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c));    \
+                NJI_PREFETCH((const char *)(x + c) + ahead);                                       \
+                NJI_PUT_##elem##_##isa(                                                            \
+                    y + c, h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c), panel->stream); \
             }                                                                                      \
             for (; c < cols; c++)                                                                  \
-                NJI_PUT1_##elem(y + c,                                                             \
-                                ((NJI_GET1_##elem(x + c) - center) * rstd + shift) * gamma[c] +    \
-                                    beta[c]);                                                      \
+                NJI_PUT1_##elem(                                                                   \
+                    y + c,                                                                         \
+                    ((NJI_GET1_##elem(x + c) - center) * rstd + shift) * gamma[c] + beta[c], 0);   \
         }                                                                                          \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_backward_sums_##elem##_##isa(nji_host_panel *panel,                \
                                                              int64_t cols) {                       \
-        typedef nji_##real##_##isa vec;                                                            \
-        const real *gamma = (const real *)panel->gamma;                                            \
         int r;                                                                                     \
-        for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r],                   \
-                                    *dy = (const nji_stored_##elem *)panel->dy[r];                 \
-            real center = (real)panel->center[r], rstd = (real)panel->rstd[r], rest = 0,           \
-                 rest2 = 0;                                                                        \
-            vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                              \
-            int64_t c = 0;                                                                         \
-            for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                        \
-                vec g = NJI_GET_##elem##_##isa(dy + c) * NJI_READ(vec, gamma + c);                 \
-                vec f = NJI_GET_##elem##_##isa(dy + c + lanes) * NJI_READ(vec, gamma + c + lanes); \
-                a += g;                                                                            \
-                a2 += g * ((NJI_GET_##elem##_##isa(x + c) - center) * rstd);                       \
-                b += f;                                                                            \
-                b2 += f * ((NJI_GET_##elem##_##isa(x + c + lanes) - center) * rstd);               \
-            }                                                                                      \
-            for (; c + lanes <= cols; c += lanes) {                                                \
-                vec g = NJI_GET_##elem##_##isa(dy + c) * NJI_READ(vec, gamma + c);                 \
-                a += g;                                                                            \
-                a2 += g * ((NJI_GET_##elem##_##isa(x + c) - center) * rstd);                       \
-            }                                                                                      \
-            for (; c < cols; c++) {                                                                \
-                real g = NJI_GET1_##elem(dy + c) * gamma[c];                                       \
-                rest += g;                                                                         \
-                rest2 += g * ((NJI_GET1_##elem(x + c) - center) * rstd);                           \
-            }                                                                                      \
-            a += b;                                                                                \
-            a2 += b2;                                                                              \
-            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                     \
-            panel->square[r] += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                \
-        }                                                                                          \
+        for (r = panel->begin; r < panel->end; r++)                                                \
+            nji_host_row_sums_##elem##_##isa(                                                      \
+                NJI_ROW_OF(panel, x, r, const nji_stored_##elem) + panel->first,                   \
+                NJI_ROW_OF(panel, dy, r, const nji_stored_##elem) + panel->first,                  \
+                (const real *)panel->gamma + panel->first, cols, panel->ahead,                     \
+                (real)panel->center[r], (real)panel->rstd[r], &panel->sum[r], &panel->square[r]);  \
     }                                                                                              \
                                                                                                    \
     TARGET static NJI_ALWAYS_INLINE void nji_host_backward_##elem##_##isa(                         \
         const nji_host_panel *panel, int64_t cols, int want_dx, int want_params) {                 \
-        typedef nji_##real##_##isa vec;                                                            \
-        const real *gamma = (const real *)panel->gamma;                                            \
-        real *dgamma = (real *)panel->dgamma, *dbeta = (real *)panel->dbeta;                       \
-        struct {                                                                                   \
-            real center, rstd, scale, mean_g, mean_gx;                                             \
-        } row[NJI_HOST_ROWS];                                                                      \
-        int64_t c = 0;                                                                             \
         int r;                                                                                     \
-        for (r = panel->begin; r < panel->end; r++) {                                              \
-            row[r].center = (real)panel->center[r];                                                \
-            row[r].rstd = (real)panel->rstd[r];                                                    \
-            row[r].scale = (real)panel->scale[r];                                                  \
-            row[r].mean_g = (real)panel->mean_g[r];                                                \
-            row[r].mean_gx = (real)panel->mean_gx[r];                                              \
-        }                                                                                          \
-        for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                            \
-            NJI_HOST_OPEN(vec, 0, lanes)                                                           \
-            NJI_HOST_OPEN(vec, 1, lanes)                                                           \
-            NJI_HOST_OPEN(vec, 2, lanes)                                                           \
-            NJI_HOST_OPEN(vec, 3, lanes)                                                           \
-            NJI_HOST_BACKWARD_ROWS(                                                                \
-                nji_stored_##elem, real,                                                           \
-                NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)       \
-                    NJI_HOST_STEP(vec, 1, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)   \
-                        NJI_HOST_STEP(vec, 2, lanes, NJI_GET_##elem##_##isa,                       \
-                                      NJI_PUT_##elem##_##isa)                                      \
-                            NJI_HOST_STEP(vec, 3, lanes, NJI_GET_##elem##_##isa,                   \
-                                          NJI_PUT_##elem##_##isa))                                 \
-            NJI_HOST_CLOSE(vec, 0, lanes)                                                          \
-            NJI_HOST_CLOSE(vec, 1, lanes)                                                          \
-            NJI_HOST_CLOSE(vec, 2, lanes)                                                          \
-            NJI_HOST_CLOSE(vec, 3, lanes)                                                          \
-        }                                                                                          \
-        for (; c + lanes <= cols; c += lanes) {                                                    \
-            NJI_HOST_OPEN(vec, 0, lanes)                                                           \
-            NJI_HOST_BACKWARD_ROWS(                                                                \
-                nji_stored_##elem, real,                                                           \
-                NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa))      \
-            NJI_HOST_CLOSE(vec, 0, lanes)                                                          \
-        }                                                                                          \
-        for (; c < cols; c++) {                                                                    \
-            NJI_HOST_OPEN(real, 0, 1)                                                              \
-            NJI_HOST_BACKWARD_ROWS(nji_stored_##elem, real,                                        \
-                                   NJI_HOST_STEP(real, 0, 1, NJI_GET1_##elem, NJI_PUT1_##elem))    \
-            NJI_HOST_CLOSE(real, 0, 1)                                                             \
-        }                                                                                          \
+        for (r = panel->begin; r < panel->end; r++)                                                \
+            nji_host_row_back_##elem##_##isa(panel, r, cols, (real)panel->mean_g[r],               \
+                                             (real)panel->mean_gx[r], (real)panel->scale[r],       \
+                                             want_dx, want_params);                                \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_dx_##elem##_##isa(const nji_host_panel *panel, int64_t cols) {     \
@@ -1919,6 +1990,31 @@ typedef double nji_stored_f64;
     TARGET static void nji_host_dx_params_##elem##_##isa(const nji_host_panel *panel,              \
                                                          int64_t cols) {                           \
         nji_host_backward_##elem##_##isa(panel, cols, 1, 1);                                       \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static NJI_ALWAYS_INLINE void nji_host_whole_##elem##_##isa(                            \
+        const nji_host_panel *panel, int64_t cols, int want_params) {                              \
+        double n = (double)cols;                                                                   \
+        int r;                                                                                     \
+        for (r = panel->begin; r < panel->end; r++) {                                              \
+            real rstd = (real)panel->rstd[r];                                                      \
+            double sum = 0, square = 0;                                                            \
+            nji_host_row_sums_##elem##_##isa(NJI_ROW_OF(panel, x, r, const nji_stored_##elem),     \
+                                             NJI_ROW_OF(panel, dy, r, const nji_stored_##elem),    \
+                                             (const real *)panel->gamma, cols, panel->ahead,       \
+                                             (real)panel->center[r], rstd, &sum, &square);         \
+            nji_host_row_back_##elem##_##isa(panel, r, cols, (real)(sum / n), (real)(square / n),  \
+                                             cols == 1 ? 0 : rstd, 1, want_params);                \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static void nji_host_whole_dx_##elem##_##isa(const nji_host_panel *panel,               \
+                                                        int64_t cols) {                            \
+        nji_host_whole_##elem##_##isa(panel, cols, 0);                                             \
+    }                                                                                              \
+    TARGET static void nji_host_whole_dx_params_##elem##_##isa(const nji_host_panel *panel,        \
+                                                               int64_t cols) {                     \
+        nji_host_whole_##elem##_##isa(panel, cols, 1);                                             \
     }
 
 #define NJI_HOST_MATH_TABLE(isa, elem)                                                             \
@@ -1926,7 +2022,8 @@ typedef double nji_stored_f64;
         nji_host_sum_##elem##_##isa, nji_host_moments_##elem##_##isa,                              \
             nji_host_forward_##elem##_##isa, nji_host_backward_sums_##elem##_##isa,                \
             nji_host_dx_##elem##_##isa, nji_host_params_##elem##_##isa,                            \
-            nji_host_dx_params_##elem##_##isa                                                      \
+            nji_host_dx_params_##elem##_##isa, nji_host_whole_dx_##elem##_##isa,                   \
+            nji_host_whole_dx_params_##elem##_##isa                                                \
     }
 
 /* Packed rows of 16-bit elements from and to float. */
@@ -1946,9 +2043,9 @@ typedef double nji_stored_f64;
         nji_stored_##elem *out = (nji_stored_##elem *)to;                                          \
         int64_t i = 0;                                                                             \
         for (; i + lanes <= count; i += lanes)                                                     \
-            NJI_PUT_##elem##_##isa(out + i, NJI_READ(nji_float_##isa, in + i));                    \
+            NJI_PUT_##elem##_##isa(out + i, NJI_READ(nji_float_##isa, in + i), 0);                 \
         for (; i < count; i++)                                                                     \
-            NJI_PUT1_##elem(out + i, in[i]);                                                       \
+            NJI_PUT1_##elem(out + i, in[i], 0);                                                    \
     }
 
 /* ---- instruction sets ----------------------------------------------------------------------- */
@@ -1963,14 +2060,14 @@ typedef struct nji_host_isa {
     void (*add[2])(void *to, const void *from, int64_t cols); /* to += from */
     void (*add_wide[2])(double *to, const void *from, int64_t cols); /* the same */
     nji_host_row_copy load[NJ_F64 + 1], store[NJ_F64 + 1]; /* from, to float; may be NULL */
-    nji_host_row_copy stream;                              /* bytes, past the caches; may be NULL */
+    int streams;                                           /* can write past the caches */
 } nji_host_isa;
 
 #define NJI_HOST_NO_MATH                                                                           \
-    { NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+    { NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
-NJI_HOST_ADDS(base, NJI_TARGET_BASE, float, NJI_BASE_LANES_float, 1)
-NJI_HOST_ADDS(base, NJI_TARGET_BASE, double, NJI_BASE_LANES_double, 1)
+NJI_HOST_ADDS(base, NJI_TARGET_BASE, float, half, NJI_BASE_LANES_float, 1)
+NJI_HOST_ADDS(base, NJI_TARGET_BASE, double, base, NJI_BASE_LANES_double, 1)
 NJI_HOST_MATH(base, NJI_TARGET_BASE, f32, float, NJI_BASE_LANES_float)
 NJI_HOST_MATH(base, NJI_TARGET_BASE, f64, double, NJI_BASE_LANES_double)
 
@@ -1983,27 +2080,12 @@ static const nji_host_isa nji_host_base = {
     {nji_host_add_wide_float_base, nji_host_add_wide_double_base},
     {NULL, NULL, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
-    NULL};
+    0};
 
 #if NJI_HOST_X86
-/* Whole cache lines go past the caches: they need not be read before they are written. */
-NJI_TARGET_AVX2 static void nji_host_stream(const void *from, void *to, int64_t count) {
-    const char *in = (const char *)from;
-    char *out = (char *)to;
-    int64_t i = nji_min_i64((int64_t)((64 - ((uintptr_t)out & 63)) & 63), count);
-    memcpy(out, in, (size_t)i);
-    for (; i + 64 <= count; i += 64) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(in + i));
-        __m256i b = _mm256_loadu_si256((const __m256i *)(in + i + 32));
-        _mm256_stream_si256((__m256i *)(out + i), a);
-        _mm256_stream_si256((__m256i *)(out + i + 32), b);
-    }
-    memcpy(out + i, in + i, (size_t)(count - i));
-}
-
-#define NJI_HOST_ISA(isa, TARGET, text, lanes, wide_lanes, pieces)                                 \
-    NJI_HOST_ADDS(isa, TARGET, float, lanes, pieces)                                               \
-    NJI_HOST_ADDS(isa, TARGET, double, wide_lanes, pieces)                                         \
+#define NJI_HOST_ISA(isa, TARGET, text, half, lanes, wide_lanes, pieces)                           \
+    NJI_HOST_ADDS(isa, TARGET, float, half, lanes, pieces)                                         \
+    NJI_HOST_ADDS(isa, TARGET, double, isa, wide_lanes, pieces)                                    \
     NJI_HOST_MATH(isa, TARGET, f16, float, lanes)                                                  \
     NJI_HOST_MATH(isa, TARGET, bf16, float, lanes)                                                 \
     NJI_HOST_MATH(isa, TARGET, f32, float, lanes)                                                  \
@@ -2020,10 +2102,10 @@ NJI_TARGET_AVX2 static void nji_host_stream(const void *from, void *to, int64_t 
         {nji_host_add_wide_float_##isa, nji_host_add_wide_double_##isa},                           \
         {NULL, nji_host_load_f16_##isa, nji_host_load_bf16_##isa, NULL, NULL},                     \
         {NULL, nji_host_store_f16_##isa, nji_host_store_bf16_##isa, NULL, NULL},                   \
-        nji_host_stream};
+        1};
 
-NJI_HOST_ISA(avx2, NJI_TARGET_AVX2, "AVX2", 8, 4, 2)
-NJI_HOST_ISA(avx512, NJI_TARGET_AVX512, "AVX-512", 16, 8, 4)
+NJI_HOST_ISA(avx2, NJI_TARGET_AVX2, "AVX2", base, 8, 4, 2)
+NJI_HOST_ISA(avx512, NJI_TARGET_AVX512, "AVX-512", avx2, 16, 8, 4)
 #endif
 
 /* Every processor with AVX2 and FMA has F16C too. */
@@ -2040,7 +2122,7 @@ static const nji_host_isa *nji_host_pick_isa(void) {
     return &nji_host_base;
 }
 
-static void nji_host_fence(void) {
+static void nji_host_fence(void) { /* also of what went past the caches */
 #if NJI_HOST_X86
     _mm_sfence();
 #endif
@@ -2065,17 +2147,21 @@ typedef struct nji_host_job {
     const nji_host_math *math;
     nji_host_view x, dy, gamma, beta, out, dgamma, dbeta; /* out: y or dx */
     int stat_dtype;
+    int is_forward;
     int wide;          /* arithmetic in double */
     int64_t real_size; /* bytes of float or double */
     int panel_dtype;   /* of x, dy and out in a panel: their own, or that of the arithmetic */
     int64_t panel_size;
     int64_t rows, cols;
+    int in_place;  /* panels are whole rows, used where they lie */
     int64_t chunk; /* columns of a panel */
     int64_t pitch; /* elements between rows of a buffered panel */
     int64_t group; /* rows of a panel */
+    int64_t batch; /* rows that are swept, then written, before the next are: all if buffered */
     int64_t part_rows, parts;
     int want_params, add_to_out, stream_out;
-    char *partial; /* [parts][2][cols] of float or double */
+    int64_t sum_cols; /* cols, rounded up to whole cache lines */
+    char *partial;    /* [parts][2][sum_cols] of float or double, in whole cache lines */
 } nji_host_job;
 
 /* One thread's buffers and the panel they serve. */
@@ -2084,15 +2170,33 @@ typedef struct nji_host_work {
     int64_t offset[NJI_HOST_ROWS]; /* of the rows of the operand in hand; elements */
     int64_t row;                   /* first row of the panel */
     int rows;
-    int64_t param_col; /* columns of gamma and beta that are loaded; -1: none */
-    NJI_CACHE_ALIGNED
-    double x[NJI_HOST_BUFFER_BYTES / 8], other[NJI_HOST_BUFFER_BYTES / 8]; /* other: dy, then out */
-    double gamma[NJI_HOST_CHUNK_BYTES / 8], beta[NJI_HOST_CHUNK_BYTES / 8];
+    int64_t param_col;  /* columns of gamma and beta that are loaded; -1: none */
+    char *gamma, *beta; /* room for a chunk of each */
+    char *x, *other;    /* for a panel, unless rows are in place; other: dy, then out */
+    char *sums;         /* for sums of dgamma and dbeta over some rows of a large part; or NULL */
+    NJI_CACHE_ALIGNED double room[NJI_HOST_ROOM_BYTES / 8];
 } nji_host_work;
 
-static const int64_t nji_host_count[NJI_HOST_ROWS] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
-                                                      11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
-                                                      22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+/* The offset of a row, and how far apart it and its neighbours are (elements); see
+   nji_host_row_run. */
+static int64_t nji_host_row_place(const nji_problem *problem, const long long *stride, int64_t row,
+                                  int64_t *apart) {
+    int last = problem->row_dims - 1, d;
+    int64_t at = 0;
+    *apart = last < 0 ? 0 : stride[last];
+    if (last <= 0) return row * *apart;
+    for (d = last; d >= 0; d--) {
+        at += row % problem->extent[d] * stride[d];
+        row /= problem->extent[d];
+    }
+    return at;
+}
+
+/* The rows from `row` on, at most `count`, that are evenly spaced in every operand. */
+static int64_t nji_host_row_run(const nji_problem *problem, int64_t row, int64_t count) {
+    int64_t extent = problem->row_dims > 1 ? problem->extent[problem->row_dims - 1] : 0;
+    return extent ? nji_min_i64(count, extent - row % extent) : count;
+}
 
 /* Offsets of `count` rows from `row` on. */
 static void nji_host_row_offsets(const nji_problem *problem, const long long *stride, int64_t row,
@@ -2191,16 +2295,19 @@ static void nji_host_store(const nji_host_job *job, const nji_host_view *view,
     }
 }
 
-/* Points the panel's rows in hand at an input: in place, or at a copy in `buffer`. */
-static void nji_host_fetch(const nji_host_job *job, nji_host_work *work, const nji_host_view *view,
-                           int64_t col, int64_t count, void *buffer, const void **row) {
-    int begin = work->panel.begin, end = work->panel.end, r;
-    int64_t *offset = work->offset;
-    nji_host_row_offsets(job->problem, view->row_stride, work->row + begin, end - begin, offset);
-    if (!view->direct) nji_host_load(job, view, offset, end - begin, col, count, buffer);
-    for (r = begin; r < end; r++)
-        row[r] = view->direct ? view->data + (offset[r - begin] + col) * job->panel_size
-                              : (char *)buffer + (r - begin) * job->pitch * job->panel_size;
+/* Points at the panel's rows of an input: in place, or at a copy in `buffer`. *step: bytes. */
+static const char *nji_host_fetch(const nji_host_job *job, nji_host_work *work,
+                                  const nji_host_view *view, int64_t col, int64_t count,
+                                  char *buffer, int64_t *step) {
+    int64_t apart, at = nji_host_row_place(job->problem, view->row_stride, work->row, &apart);
+    if (view->direct) {
+        *step = apart * job->panel_size;
+        return view->data + (at + col) * job->panel_size;
+    }
+    nji_host_row_offsets(job->problem, view->row_stride, work->row, work->rows, work->offset);
+    nji_host_load(job, view, work->offset, work->rows, col, count, buffer);
+    *step = job->pitch * job->panel_size;
+    return buffer;
 }
 
 /* A chunk of gamma or beta: in place, or in `buffer`, which holds 1 or 0 for an absent one. */
@@ -2216,23 +2323,66 @@ static void nji_host_fetch_params(const nji_host_job *job, nji_host_work *work, 
                                   int64_t count) {
     if (work->param_col == col) return;
     work->panel.gamma = nji_host_fetch_param(job, &job->gamma, col, count, work->gamma);
-    work->panel.beta = nji_host_fetch_param(job, &job->beta, col, count, work->beta);
+    if (job->is_forward)
+        work->panel.beta = nji_host_fetch_param(job, &job->beta, col, count, work->beta);
     work->param_col = col;
 }
 
-/* Readies a thread's buffers: no columns of gamma and beta loaded; 1 and 0 if they are absent. */
+/* Columns rounded up to whole cache lines. */
+static int64_t nji_host_sum_cols(int64_t cols, int64_t real_size) {
+    return nji_ceil_div(cols, NJI_HOST_LINE / real_size) * (NJI_HOST_LINE / real_size);
+}
+
+/* Bytes of a thread's room for chunks of gamma and of beta, unless they are used where they lie. */
+static int64_t nji_host_gamma_bytes(const nji_host_job *job) {
+    return job->gamma.direct ? 0 : nji_host_sum_cols(job->chunk, job->real_size) * job->real_size;
+}
+
+static int64_t nji_host_beta_bytes(const nji_host_job *job) {
+    if (!job->is_forward || job->beta.direct) return 0;
+    return nji_host_sum_cols(job->chunk, job->real_size) * job->real_size;
+}
+
+/* Whether a row is so long that fetching the next one while this one is written would push this
+   one out of the nearest cache. */
+static int nji_host_is_long(const nji_host_job *job) {
+    return job->cols * job->panel_size > NJI_HOST_LONG_ROW;
+}
+
+/* Bytes to a row that is due soon; 0 if rows have no one distance. */
+static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_view *view) {
+    if (!job->in_place || nji_host_is_long(job)) return 0;
+    if (job->problem->row_dims != 1 || job->cols == 0) return 0;
+    return nji_ceil_div(NJI_HOST_AHEAD_BYTES, job->batch * job->cols * job->panel_size) *
+           job->batch * view->row_stride[0] * job->panel_size;
+}
+
+/* Readies a thread's room: no columns of gamma and beta loaded; 1 and 0 if they are absent. */
 static void nji_host_begin_work(const nji_host_job *job, nji_host_work *work) {
-    int64_t count = nji_min_i64(job->chunk, job->cols), c;
+    char *end = (char *)work->room + NJI_HOST_ROOM_BYTES;
+    int64_t c;
+    work->gamma = (char *)work->room;
+    work->beta = work->gamma + nji_host_gamma_bytes(job);
+    work->x = work->beta + nji_host_beta_bytes(job);
+    work->other = work->x + NJI_HOST_BUFFER_BYTES;
+    work->sums = NULL;
+    if (job->in_place && job->want_params && job->part_rows > NJI_HOST_SUM_ROWS &&
+        2 * job->sum_cols * job->real_size <= end - work->x)
+        work->sums = work->x;
     work->param_col = -1;
-    for (c = 0; c < count; c++) {
-        if (job->wide) {
-            work->gamma[c] = 1;
-            work->beta[c] = 0;
-        } else {
+    work->panel.first = 0;
+    work->panel.stream = job->stream_out;
+    work->panel.ahead = job->in_place && nji_host_is_long(job) ? NJI_HOST_AHEAD_IN_ROW : 0;
+    work->panel.x_ahead = nji_host_ahead(job, &job->x);
+    work->panel.dy_ahead = job->dy.data ? nji_host_ahead(job, &job->dy) : 0;
+    for (c = 0; c < job->chunk && !job->gamma.data; c++) {
+        if (job->wide)
+            ((double *)work->gamma)[c] = 1;
+        else
             ((float *)work->gamma)[c] = 1;
-            ((float *)work->beta)[c] = 0;
-        }
     }
+    if (job->is_forward && !job->beta.data)
+        memset(work->beta, 0, (size_t)(job->chunk * job->real_size));
 }
 
 /* Whether the panel holds whole rows: then they are fetched once. */
@@ -2240,62 +2390,61 @@ static int nji_host_one_chunk(const nji_host_job *job) {
     return job->cols <= job->chunk;
 }
 
-/* Bytes from a row of x in this panel to the same row of the next, when that is worth fetching
-   early: short rows leave memory idle in their last sweep, and their next panel is near. */
-static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_work *work) {
-    if (!job->x.direct || job->problem->row_dims != 1 || !nji_host_one_chunk(job)) return 0;
-    if (work->row + 2 * job->group > job->rows) return 0;
-    return job->group * job->x.row_stride[0] * job->panel_size;
-}
-
-/* Points the panel's rows at the output, or at a buffer that nji_host_end_out will write from. */
+/* Points the panel at its rows of the output, or at a buffer that nji_host_end_out will write
+   from. */
 static void nji_host_begin_out(const nji_host_job *job, nji_host_work *work, int64_t col) {
-    int in_place = job->out.direct && !job->add_to_out && !job->stream_out, r;
-    nji_host_row_offsets(job->problem, job->out.row_stride, work->row, work->rows, work->offset);
-    for (r = 0; r < work->rows; r++)
-        work->panel.out[r] = in_place ? job->out.data + (work->offset[r] + col) * job->panel_size
-                                      : (char *)work->other + r * job->pitch * job->panel_size;
+    nji_host_panel *panel = &work->panel;
+    int64_t apart, at = nji_host_row_place(job->problem, job->out.row_stride, work->row, &apart);
+    if (job->out.direct && !job->add_to_out) {
+        panel->out = job->out.data + (at + col) * job->panel_size;
+        panel->out_step = apart * job->panel_size;
+    } else {
+        panel->out = work->other;
+        panel->out_step = job->pitch * job->panel_size;
+    }
 }
 
 static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64_t col,
                              int64_t count) {
     int r;
-    if (job->stream_out) {
-        for (r = 0; r < work->rows; r++)
-            job->isa->stream(work->panel.out[r],
-                             job->out.data + (work->offset[r] + col) * job->panel_size,
-                             count * job->panel_size);
-        return;
+    if (job->out.direct && !job->add_to_out) return;
+    nji_host_row_offsets(job->problem, job->out.row_stride, work->row, work->rows, work->offset);
+    for (r = 0; r < work->rows && job->add_to_out; r++) { /* x's buffer is free by now */
+        nji_host_load(job, &job->out, work->offset + r, 1, col, count, work->x);
+        job->isa->add[job->wide](work->other + r * job->pitch * job->panel_size, work->x, count);
     }
-    if (job->add_to_out) {
-        for (r = 0; r < work->rows; r++) { /* x's buffer is free by now */
-            nji_host_load(job, &job->out, work->offset + r, 1, col, count, work->x);
-            job->isa->add[job->wide](work->panel.out[r], work->x, count);
-        }
-    }
-    if (!job->out.direct || job->add_to_out)
-        nji_host_store(job, &job->out, work->offset, work->rows, col, count, work->other);
+    nji_host_store(job, &job->out, work->offset, work->rows, col, count, work->other);
 }
 
 /* ---- one part of the rows ------------------------------------------------------------------- */
 
 static void nji_host_read_stats(const nji_host_job *job, nji_host_work *work,
                                 const nji_operand *stat, double *value) {
+    const nji_host_type *type = &nji_host_types[job->stat_dtype];
+    int64_t zero = 0, done, run, at, step;
     if (!stat->data) { /* dbeta alone: no statistic is given, none matters */
         memset(value, 0, (size_t)work->rows * sizeof *value);
         return;
     }
-    nji_host_row_offsets(job->problem, stat->stride, work->row, work->rows, work->offset);
-    nji_host_types[job->stat_dtype].load[1](stat->data, work->offset, 0, value, nji_host_count, 0,
-                                            work->rows, 1, 1);
+    for (done = 0; done < work->rows; done += run) {
+        run = nji_host_row_run(job->problem, work->row + done, work->rows - done);
+        at = nji_host_row_place(job->problem, stat->stride, work->row + done, &step);
+        type->load[1]((const char *)stat->data + at * type->size, &zero, step, value + done, &zero,
+                      1, 1, run, 0);
+    }
 }
 
 static void nji_host_write_stats(const nji_host_job *job, nji_host_work *work,
                                  const nji_operand *stat, const double *value) {
+    const nji_host_type *type = &nji_host_types[job->stat_dtype];
+    int64_t zero = 0, done, run, at, step;
     if (!stat->data) return;
-    nji_host_row_offsets(job->problem, stat->stride, work->row, work->rows, work->offset);
-    nji_host_types[job->stat_dtype].store[1](value, nji_host_count, 0, stat->data, work->offset, 0,
-                                             work->rows, 1, 1);
+    for (done = 0; done < work->rows; done += run) {
+        run = nji_host_row_run(job->problem, work->row + done, work->rows - done);
+        at = nji_host_row_place(job->problem, stat->stride, work->row + done, &step);
+        type->store[1](value + done, &zero, 1, (char *)stat->data + at * type->size, &zero, step, 1,
+                       run, 0);
+    }
 }
 
 /* The value rounded to the type of the arithmetic. */
@@ -2303,72 +2452,56 @@ static double nji_host_round(const nji_host_job *job, double value) {
     return job->wide ? value : (double)(float)value;
 }
 
-/* Takes `step` over the panel, chunk by chunk. Row by row where memory is read in place: that keeps
-   to few streams, which processors fetch ahead by themselves. `fetched`: by an earlier sweep. */
-static void nji_host_sweep(const nji_host_job *job, nji_host_work *work,
-                           void (*step)(nji_host_panel *, int64_t), int want_dy, int fetched) {
+/* Points the panel at its rows of x and dy, at a chunk of their columns. */
+static void nji_host_fetch_rows(const nji_host_job *job, nji_host_work *work, int64_t col,
+                                int64_t count) {
     nji_host_panel *panel = &work->panel;
-    int rows = nji_host_one_chunk(job) || !job->x.direct ? work->rows : 1;
-    int in_place = job->x.direct && (!want_dy || (job->dy.direct && job->gamma.direct));
-    int64_t most = in_place ? NJI_HOST_SWEEP_COLS : job->chunk, col, count;
-    for (panel->begin = 0; panel->begin < work->rows; panel->begin += rows) {
-        panel->end = panel->begin + rows;
-        for (col = 0; col < job->cols; col += count) {
-            count = nji_min_i64(most, job->cols - col);
-            if (!fetched || !nji_host_one_chunk(job)) {
-                nji_host_fetch(job, work, &job->x, col, count, work->x, panel->x);
-                if (want_dy)
-                    nji_host_fetch(job, work, &job->dy, col, count, work->other, panel->dy);
-            }
-            if (want_dy) nji_host_fetch_params(job, work, col, count);
-            step(panel, count);
-        }
-    }
-    panel->begin = 0;
-    panel->end = work->rows;
+    panel->x = nji_host_fetch(job, work, &job->x, col, count, work->x, &panel->x_step);
+    if (job->dy.data)
+        panel->dy = nji_host_fetch(job, work, &job->dy, col, count, work->other, &panel->dy_step);
 }
 
-/* Mean and rstd of the panel's rows, by two sweeps: the second measures from the first's mean,
+/* Takes `step` over all columns of the rows in hand. `fetched`: by an earlier sweep. */
+static void nji_host_sweep(const nji_host_job *job, nji_host_work *work,
+                           void (*step)(nji_host_panel *, int64_t), int fetched) {
+    nji_host_panel *panel = &work->panel;
+    int64_t most = job->in_place ? NJI_HOST_SWEEP_COLS : job->chunk, col, count;
+    for (col = 0; col < job->cols; col += count) {
+        count = nji_min_i64(most, job->cols - col);
+        if (job->in_place) {
+            panel->first = col;
+        } else if (!fetched || !nji_host_one_chunk(job)) {
+            nji_host_fetch_rows(job, work, col, count);
+            nji_host_fetch_params(job, work, col, count);
+        }
+        step(panel, count);
+    }
+    panel->first = 0;
+}
+
+/* Mean and rstd of the rows in hand, by two sweeps: the second measures from the first's mean,
    which corrects that mean and cancels nothing however large |mean| is against the deviation. */
 static void nji_host_row_stats(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
-    double mean[NJI_HOST_ROWS], n = (double)job->cols;
+    double n = (double)job->cols;
     int r;
-    for (r = 0; r < work->rows; r++)
+    for (r = panel->begin; r < panel->end; r++)
         panel->sum[r] = 0;
-    nji_host_sweep(job, work, job->math->sum, 0, 0);
-    for (r = 0; r < work->rows; r++) {
+    nji_host_sweep(job, work, job->math->sum, 0);
+    for (r = panel->begin; r < panel->end; r++) {
         panel->center[r] = nji_host_round(job, panel->sum[r] / n);
         panel->sum[r] = panel->square[r] = 0;
     }
-    nji_host_sweep(job, work, job->math->moments, 0, 1);
-    for (r = 0; r < work->rows; r++) {
+    nji_host_sweep(job, work, job->math->moments, 1);
+    for (r = panel->begin; r < panel->end; r++) {
         /* a mean that is no number cannot be corrected, and its deviations are none either */
         int finite = panel->center[r] - panel->center[r] == 0;
         double off = finite ? panel->sum[r] / n : 0; /* true mean less center */
         double variance = panel->square[r] / n - off * off;
         if (variance < 0) variance = 0; /* NaN stays */
-        mean[r] = nji_host_round(job, panel->center[r] + off);
+        panel->mean[r] = nji_host_round(job, panel->center[r] + off);
         panel->rstd[r] = nji_host_round(job, 1 / sqrt(variance + job->problem->eps));
         panel->shift[r] = -off * panel->rstd[r];
-    }
-    nji_host_write_stats(job, work, &job->problem->mean, mean);
-    nji_host_write_stats(job, work, &job->problem->rstd, panel->rstd);
-}
-
-static void nji_host_forward_panel(const nji_host_job *job, nji_host_work *work) {
-    nji_host_panel *panel = &work->panel;
-    int64_t col, count;
-    nji_host_row_stats(job, work);
-    panel->ahead = nji_host_ahead(job, work);
-    for (col = 0; col < job->cols; col += count) {
-        count = nji_min_i64(job->chunk, job->cols - col);
-        if (!nji_host_one_chunk(job))
-            nji_host_fetch(job, work, &job->x, col, count, work->x, panel->x);
-        nji_host_fetch_params(job, work, col, count);
-        nji_host_begin_out(job, work, col);
-        job->math->forward(panel, count);
-        nji_host_end_out(job, work, col, count);
     }
 }
 
@@ -2377,10 +2510,10 @@ static void nji_host_row_means(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
     double n = (double)job->cols;
     int r;
-    for (r = 0; r < work->rows; r++)
+    for (r = panel->begin; r < panel->end; r++)
         panel->sum[r] = panel->square[r] = 0;
-    nji_host_sweep(job, work, job->math->backward_sums, 1, 0);
-    for (r = 0; r < work->rows; r++) {
+    nji_host_sweep(job, work, job->math->backward_sums, 0);
+    for (r = panel->begin; r < panel->end; r++) {
         panel->mean_g[r] = panel->sum[r] / n;
         panel->mean_gx[r] = panel->square[r] / n;
         /* one column: dx is 0, and not the rounding error that a fused multiply-add leaves */
@@ -2388,32 +2521,88 @@ static void nji_host_row_means(const nji_host_job *job, nji_host_work *work) {
     }
 }
 
+/* Readies a panel of the rows from `row` on, before `end`: all of it when rows are in place. */
+static void nji_host_open_panel(const nji_host_job *job, nji_host_work *work, int64_t row,
+                                int64_t end) {
+    int64_t rows = nji_min_i64(job->group, end - row);
+    if (job->x.direct || job->dy.direct || job->out.direct)
+        rows = nji_host_row_run(job->problem, row, rows);
+    work->row = row;
+    work->rows = (int)rows;
+    work->panel.begin = 0;
+    work->panel.end = work->rows;
+    if (!job->in_place) return;
+    nji_host_fetch_rows(job, work, 0, job->cols);
+    if (job->out.data) nji_host_begin_out(job, work, 0);
+    nji_host_fetch_params(job, work, 0, job->cols);
+}
+
+/* Takes the next batch of the panel's rows in hand; 0: there is none. */
+static int nji_host_next_batch(const nji_host_job *job, nji_host_work *work, int *done) {
+    work->panel.begin = *done;
+    work->panel.end = *done = (int)nji_min_i64(*done + job->batch, work->rows);
+    return work->panel.begin < work->panel.end;
+}
+
+static void nji_host_forward_panel(const nji_host_job *job, nji_host_work *work) {
+    nji_host_panel *panel = &work->panel;
+    int64_t col, count;
+    int done = 0;
+    while (nji_host_next_batch(job, work, &done)) {
+        nji_host_row_stats(job, work);
+        if (job->in_place) {
+            job->math->forward(panel, job->cols);
+            continue;
+        }
+        for (col = 0; col < job->cols; col += count) {
+            count = nji_min_i64(job->chunk, job->cols - col);
+            if (!nji_host_one_chunk(job)) nji_host_fetch_rows(job, work, col, count);
+            nji_host_fetch_params(job, work, col, count);
+            nji_host_begin_out(job, work, col);
+            job->math->forward(panel, count);
+            nji_host_end_out(job, work, col, count);
+        }
+    }
+    nji_host_write_stats(job, work, &job->problem->mean, panel->mean);
+    nji_host_write_stats(job, work, &job->problem->rstd, panel->rstd);
+}
+
+/* dgamma, dbeta: the part's sums, or NULL. */
 static void nji_host_backward_panel(const nji_host_job *job, nji_host_work *work, char *dgamma,
                                     char *dbeta) {
     nji_host_panel *panel = &work->panel;
-    int want_dx = job->out.data != NULL;
+    int want_dx = job->out.data != NULL, done = 0;
+    void (*write)(const nji_host_panel *, int64_t) = !want_dx           ? job->math->params
+                                                     : job->want_params ? job->math->dx_params
+                                                                        : job->math->dx;
+    int whole = want_dx && job->in_place && job->cols <= NJI_HOST_SWEEP_COLS;
     int64_t col, count;
     nji_host_read_stats(job, work, &job->problem->mean, panel->center);
     nji_host_read_stats(job, work, &job->problem->rstd, panel->rstd);
-    if (want_dx) nji_host_row_means(job, work);
-    for (col = 0; col < job->cols; col += count) {
-        count = nji_min_i64(job->chunk, job->cols - col);
-        if (!want_dx || !nji_host_one_chunk(job)) {
-            nji_host_fetch(job, work, &job->x, col, count, work->x, panel->x);
-            nji_host_fetch(job, work, &job->dy, col, count, work->other, panel->dy);
-        }
-        nji_host_fetch_params(job, work, col, count);
-        if (job->want_params) {
-            panel->dgamma = dgamma + col * job->real_size;
-            panel->dbeta = dbeta + col * job->real_size;
-        }
-        if (!want_dx) {
-            job->math->params(panel, count);
+    panel->dgamma = dgamma;
+    panel->dbeta = dbeta;
+    if (whole) {
+        (job->want_params ? job->math->whole_dx_params : job->math->whole_dx)(panel, job->cols);
+        return;
+    }
+    while (nji_host_next_batch(job, work, &done)) {
+        if (want_dx) nji_host_row_means(job, work);
+        if (job->in_place) {
+            write(panel, job->cols);
             continue;
         }
-        nji_host_begin_out(job, work, col);
-        (job->want_params ? job->math->dx_params : job->math->dx)(panel, count);
-        nji_host_end_out(job, work, col, count);
+        for (col = 0; col < job->cols; col += count) {
+            count = nji_min_i64(job->chunk, job->cols - col);
+            if (!want_dx || !nji_host_one_chunk(job)) nji_host_fetch_rows(job, work, col, count);
+            nji_host_fetch_params(job, work, col, count);
+            if (job->want_params) {
+                panel->dgamma = dgamma + col * job->real_size;
+                panel->dbeta = dbeta + col * job->real_size;
+            }
+            if (want_dx) nji_host_begin_out(job, work, col);
+            write(panel, count);
+            if (want_dx) nji_host_end_out(job, work, col, count);
+        }
     }
 }
 
@@ -2421,29 +2610,31 @@ static void nji_host_forward_part(const nji_host_job *job, int64_t part) {
     nji_host_work work;
     int64_t row = part * job->part_rows, end = nji_min_i64(row + job->part_rows, job->rows);
     nji_host_begin_work(job, &work);
-    for (; row < end; row += job->group) {
-        work.row = row;
-        work.rows = work.panel.end = (int)nji_min_i64(job->group, end - row);
-        work.panel.begin = 0;
+    for (; row < end; row += work.rows) {
+        nji_host_open_panel(job, &work, row, end);
         nji_host_forward_panel(job, &work);
     }
-    if (job->stream_out) nji_host_fence();
 }
 
 static void nji_host_backward_part(const nji_host_job *job, int64_t part) {
     nji_host_work work;
     int64_t row = part * job->part_rows, end = nji_min_i64(row + job->part_rows, job->rows);
-    int64_t bytes = job->cols * job->real_size;
-    char *dgamma = job->want_params ? job->partial + part * 2 * bytes : NULL;
-    if (bytes > 0 && job->want_params) memset(dgamma, 0, (size_t)(2 * bytes));
+    int64_t bytes = job->want_params ? job->sum_cols * job->real_size : 0, summed = row;
+    char *total = job->partial + part * 2 * bytes, *sums;
     nji_host_begin_work(job, &work);
-    for (; row < end; row += job->group) {
-        work.row = row;
-        work.rows = work.panel.end = (int)nji_min_i64(job->group, end - row);
-        work.panel.begin = 0;
-        nji_host_backward_panel(job, &work, dgamma, job->want_params ? dgamma + bytes : NULL);
+    sums = work.sums ? work.sums : total;
+    if (bytes > 0) memset(total, 0, (size_t)(2 * bytes));
+    if (bytes > 0 && work.sums) memset(sums, 0, (size_t)(2 * bytes));
+    for (; row < end; row += work.rows) {
+        if (work.sums && row - summed >= NJI_HOST_SUM_ROWS) {
+            job->isa->add[job->wide](total, sums, 2 * job->sum_cols);
+            memset(sums, 0, (size_t)(2 * bytes));
+            summed = row;
+        }
+        nji_host_open_panel(job, &work, row, end);
+        nji_host_backward_panel(job, &work, sums, sums + bytes);
     }
-    if (job->stream_out) nji_host_fence();
+    if (work.sums) job->isa->add[job->wide](total, sums, 2 * job->sum_cols);
 }
 
 /* ---- parameter gradients -------------------------------------------------------------------- */
@@ -2459,7 +2650,7 @@ static void nji_host_finish_param(const nji_host_job *job, const nji_host_view *
         sum[c] = 0;
     for (part = 0; part < job->parts; part++)
         job->isa->add_wide[job->wide](
-            sum, job->partial + ((part * 2 + which) * job->cols + col) * job->real_size, count);
+            sum, job->partial + ((part * 2 + which) * job->sum_cols + col) * job->real_size, count);
     for (done = 0; done < count; done += run) {
         char *base;
         run =
@@ -2506,8 +2697,9 @@ static int64_t nji_host_workspace(const nj_desc *desc, int64_t rows, int64_t col
     if (desc->op != NJ_OP_LAYER_NORM_BACKWARD || !(desc->grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)))
         return 0;
     nji_host_split(rows, cols, nji_host_real_size(desc), &part_rows, &parts);
+    cols = nji_host_sum_cols(cols, nji_host_real_size(desc));
     if (!nji_mul_i64(parts, 2 * nji_host_real_size(desc), &bytes) ||
-        !nji_mul_i64(bytes, cols, &bytes))
+        !nji_mul_i64(bytes, cols, &bytes) || !nji_add_i64(bytes, NJI_HOST_LINE, &bytes))
         return -1;
     return bytes;
 }
@@ -2551,77 +2743,106 @@ static void nji_host_choose_panel(nji_host_job *job) {
     job->beta.direct = job->beta.data && job->beta.packed_cols && job->beta.dtype == real;
 }
 
-/* Chooses the shape of panels and parts. */
-static void nji_host_shape_job(nji_host_job *job) {
-    int64_t width, panel, in_cache;
+/* Chooses the shape of panels. */
+static void nji_host_shape_panel(nji_host_job *job) {
     int along_rows = job->x.along_rows || job->dy.along_rows || job->out.along_rows;
+    int64_t cols = job->cols > 0 ? job->cols : 1, row_bytes = cols * job->panel_size;
+    job->chunk = cols; /* for now, as if rows were used in place: whether gamma and beta fit */
+    job->in_place = job->x.direct && (!job->dy.data || job->dy.direct) &&
+                    (!job->out.data || job->out.direct) && !job->add_to_out &&
+                    nji_host_gamma_bytes(job) <= NJI_HOST_ROOM_BYTES &&
+                    nji_host_gamma_bytes(job) + nji_host_beta_bytes(job) <= NJI_HOST_ROOM_BYTES;
+    if (job->in_place) {
+        job->group = NJI_HOST_ROWS;
+        job->batch = !job->is_forward || row_bytes > NJI_HOST_SHORT_ROW
+                         ? 1
+                         : nji_min_i64(NJI_HOST_BATCH_BYTES / row_bytes, NJI_HOST_ROWS);
+        return;
+    }
     /* where rows lie together, panels are tall: then memory is walked by whole cache lines */
-    job->chunk = NJI_HOST_CHUNK_BYTES / job->real_size / (along_rows ? 4 : 1);
-    width = nji_min_i64(job->chunk, job->cols > 0 ? job->cols : 1);
-    job->pitch = width + NJI_HOST_PAD_BYTES / job->panel_size;
-    panel = !along_rows && width * job->panel_size <= NJI_HOST_SHORT_ROW ? NJI_HOST_SHORT_PANEL
-                                                                         : NJI_HOST_PANEL_BYTES;
-    job->group = nji_min_i64(panel / job->panel_size / width, NJI_HOST_ROWS);
-    in_cache = NJI_HOST_GROUP_BYTES / job->panel_size / (job->cols > 0 ? job->cols : 1);
-    if (!along_rows && job->group > in_cache) job->group = in_cache > 0 ? in_cache : 1;
+    job->chunk = nji_min_i64(NJI_HOST_CHUNK_BYTES / job->real_size / (along_rows ? 4 : 1), cols);
+    job->pitch = job->chunk + NJI_HOST_PAD_BYTES / job->panel_size;
+    job->group = nji_min_i64(NJI_HOST_PANEL_BYTES / job->panel_size / job->chunk, NJI_HOST_ROWS);
+    job->batch = job->group;
+}
+
+/* Chooses the shape of parts, and how the output is written. */
+static void nji_host_shape_job(nji_host_job *job) {
+    int64_t lanes = job->isa->vector_bytes / job->real_size, d;
+    nji_host_shape_panel(job);
     if (job->want_params) {
         nji_host_split(job->rows, job->cols, job->real_size, &job->part_rows, &job->parts);
     } else {
-        job->part_rows = (NJI_HOST_PARALLEL_FROM / width / job->group + 1) * job->group;
-        job->parts = job->rows / job->part_rows + (job->rows % job->part_rows != 0);
+        int64_t cols = job->cols > 0 ? job->cols : 1;
+        job->part_rows = (NJI_HOST_PARALLEL_FROM / cols / job->group + 1) * job->group;
+        job->parts = nji_ceil_div(job->rows, job->part_rows);
     }
-    job->stream_out = job->isa->stream && job->out.data && job->out.direct && !job->add_to_out &&
-                      job->rows * job->cols * job->panel_size >= NJI_HOST_STREAM_FROM;
-    if (job->out.data == job->x.data || job->out.data == job->dy.data) job->stream_out = 0;
+    /* rows of whole vectors, that start on 16 bytes */
+    job->stream_out = job->isa->streams && job->out.data && job->out.direct && !job->add_to_out &&
+                      job->rows * job->cols * job->panel_size >= NJI_HOST_STREAM_FROM &&
+                      job->cols % lanes == 0 && (uintptr_t)job->out.data % 16 == 0 &&
+                      job->out.data != job->x.data && job->out.data != job->dy.data;
+    for (d = 0; d < job->problem->row_dims && job->out.data; d++)
+        if (job->out.row_stride[d] * job->panel_size % 16 != 0) job->stream_out = 0;
 }
 
+/* Runs the tasks, in any order and on any thread; what they wrote past the caches is then seen.
+   Each thread takes neighbours, since what it fetches ahead at the end of one starts the next. */
 static void nji_host_for_each(void (*task)(const nji_host_job *, int64_t), const nji_host_job *job,
                               int64_t count) {
     int64_t i;
 #ifdef _OPENMP
     if (count > 1 && job->rows * job->cols >= NJI_HOST_PARALLEL_FROM) {
-#pragma omp parallel for schedule(dynamic)
-        for (i = 0; i < count; i++)
-            task(job, i);
+#pragma omp parallel
+        {
+#pragma omp for schedule(static) nowait
+            for (i = 0; i < count; i++)
+                task(job, i);
+            nji_host_fence();
+        }
         return;
     }
 #endif
     for (i = 0; i < count; i++)
         task(job, i);
+    nji_host_fence();
 }
 
 /* Computes the problem; all is validated and desc has no defaults left. Needs no memory but the
    workspace (16-byte aligned) and some 64 KB of stack per thread. */
 static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *workspace) {
     nji_host_job job;
-    int is_forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
-    unsigned grads = is_forward ? 0 : problem->grads;
+    unsigned grads = desc->op == NJ_OP_LAYER_NORM_FORWARD ? 0 : problem->grads;
     job.problem = problem;
     job.isa = nji_host_pick_isa();
+    job.is_forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
     job.wide = desc->dtype == NJ_F64;
     job.real_size = nji_host_real_size(desc);
     job.rows = problem->rows;
     job.cols = problem->cols;
     job.stat_dtype = (int)desc->stat_dtype;
+    job.sum_cols = nji_host_sum_cols(job.cols, job.real_size);
     job.partial = (char *)workspace;
+    job.partial += (0 - (uintptr_t)workspace) % NJI_HOST_LINE;
     job.want_params = (grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)) != 0;
     job.add_to_out = (grads & problem->accumulate & NJ_GRAD_DX) != 0;
     /* dbeta alone comes without x: dy stands in for it, and what is made of it goes nowhere */
     job.x =
         nji_host_make_view(&job, problem->x.data ? &problem->x : &problem->dy, (int)desc->dtype, 1);
-    job.dy = nji_host_make_view(&job, &problem->dy, (int)desc->dtype, !is_forward);
+    job.dy = nji_host_make_view(&job, &problem->dy, (int)desc->dtype, !job.is_forward);
     job.gamma = nji_host_make_view(&job, &problem->gamma, (int)desc->param_dtype, 1);
-    job.beta = nji_host_make_view(&job, &problem->beta, (int)desc->param_dtype, is_forward);
+    job.beta = nji_host_make_view(&job, &problem->beta, (int)desc->param_dtype, job.is_forward);
     job.dgamma = nji_host_make_view(&job, &problem->dgamma, (int)desc->param_dtype,
                                     (grads & NJ_GRAD_DGAMMA) != 0);
     job.dbeta = nji_host_make_view(&job, &problem->dbeta, (int)desc->param_dtype,
                                    (grads & NJ_GRAD_DBETA) != 0);
-    job.out = is_forward ? nji_host_make_view(&job, &problem->y, (int)desc->dtype, 1)
-                         : nji_host_make_view(&job, &problem->dx, (int)desc->dtype,
-                                              (grads & NJ_GRAD_DX) != 0);
+    job.out = job.is_forward ? nji_host_make_view(&job, &problem->y, (int)desc->dtype, 1)
+                             : nji_host_make_view(&job, &problem->dx, (int)desc->dtype,
+                                                  (grads & NJ_GRAD_DX) != 0);
     nji_host_choose_panel(&job);
     nji_host_shape_job(&job);
-    nji_host_for_each(is_forward ? nji_host_forward_part : nji_host_backward_part, &job, job.parts);
+    nji_host_for_each(job.is_forward ? nji_host_forward_part : nji_host_backward_part, &job,
+                      job.parts);
     if (job.want_params)
         nji_host_for_each(nji_host_finish_cols, &job, nji_ceil_div(job.cols, NJI_HOST_FINISH_COLS));
 }
@@ -2675,11 +2896,9 @@ typedef unsigned long long nji_cu_pointer;
 /* CUresult */
 enum {
     NJI_CU_SUCCESS = 0,
-    NJI_CU_INVALID_VALUE = 1,
     NJI_CU_OUT_OF_MEMORY = 2,
     NJI_CU_STUB_LIBRARY = 34,
     NJI_CU_NO_DEVICE = 100,
-    NJI_CU_INVALID_IMAGE = 200,
     NJI_CU_NO_BINARY_FOR_GPU = 209,
     NJI_CU_INVALID_PTX = 218,
     NJI_CU_UNSUPPORTED_PTX_VERSION = 222
@@ -2688,52 +2907,34 @@ enum {
 /* CUdevice_attribute */
 enum {
     NJI_CU_DEVICE_MULTIPROCESSORS = 16,
-    NJI_CU_DEVICE_L2_BYTES = 38,
-    NJI_CU_DEVICE_THREADS_PER_MULTIPROCESSOR = 39,
     NJI_CU_DEVICE_CC_MAJOR = 75,
-    NJI_CU_DEVICE_CC_MINOR = 76,
-    NJI_CU_DEVICE_SHARED_PER_MULTIPROCESSOR = 81,
-    NJI_CU_DEVICE_SHARED_PER_BLOCK_OPTIN = 97
-};
-
-/* CUfunction_attribute */
-enum {
-    NJI_CU_FUNCTION_LOCAL_BYTES = 3,
-    NJI_CU_FUNCTION_REGISTERS = 4,
-    NJI_CU_FUNCTION_MAX_DYNAMIC_SHARED = 8
+    NJI_CU_DEVICE_CC_MINOR = 76
 };
 
 /* CUpointer_attribute; the first is answered with a CUmemorytype */
 enum {
     NJI_CU_POINTER_MEMORY_TYPE = 2,
     NJI_CU_POINTER_DEVICE_ORDINAL = 9,
-    NJI_CU_MEMORY_HOST = 1,
-    NJI_CU_MEMORY_DEVICE = 2,
-    NJI_CU_MEMORY_UNIFIED = 4
+    NJI_CU_MEMORY_DEVICE = 2
 };
 
 /* CUjit_option; sizes travel in the value itself, not through a pointer */
 enum {
-    NJI_CU_JIT_INFO_LOG = 3,
-    NJI_CU_JIT_INFO_LOG_BYTES = 4,
     NJI_CU_JIT_ERROR_LOG = 5,
     NJI_CU_JIT_ERROR_LOG_BYTES = 6
 };
 
-/* CUstreamCaptureStatus, CUstreamCaptureMode */
-enum { NJI_CU_CAPTURE_NONE = 0, NJI_CU_CAPTURE_MODE_RELAXED = 2 };
+/* CUstreamCaptureStatus */
+enum { NJI_CU_CAPTURE_NONE = 0 };
 
 /* CUlaunchAttributeID */
-enum { NJI_CU_LAUNCH_CLUSTER_DIMENSION = 4, NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION = 6 };
+enum { NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION = 6 };
 
 typedef struct nji_cu_launch_attribute {
     int id;
     int pad;
     union {
         char bytes[64]; /* the size that the driver steps by */
-        struct {
-            unsigned x, y, z;
-        } cluster;
         int programmatic_serialization;
         uint64_t alignment;
     } value;
@@ -2774,12 +2975,6 @@ typedef struct nji_driver {
     nji_cu_result(NJI_CU_CALL *cuModuleUnload)(nji_cu_module module);
     nji_cu_result(NJI_CU_CALL *cuModuleGetFunction)(nji_cu_function *function, nji_cu_module module,
                                                     const char *name);
-    nji_cu_result(NJI_CU_CALL *cuFuncSetAttribute)(nji_cu_function function, int attribute,
-                                                   int value);
-    nji_cu_result(NJI_CU_CALL *cuFuncGetAttribute)(int *value, int attribute,
-                                                   nji_cu_function function);
-    nji_cu_result(NJI_CU_CALL *cuOccupancyMaxActiveBlocksPerMultiprocessor)(
-        int *blocks, nji_cu_function function, int threads, size_t shared_bytes);
     nji_cu_result(NJI_CU_CALL *cuLaunchKernel)(nji_cu_function function, unsigned grid_x,
                                                unsigned grid_y, unsigned grid_z, unsigned block_x,
                                                unsigned block_y, unsigned block_z,
@@ -2791,7 +2986,6 @@ typedef struct nji_driver {
     nji_cu_result(NJI_CU_CALL *cuPointerGetAttribute)(void *value, int attribute,
                                                       nji_cu_pointer pointer);
     nji_cu_result(NJI_CU_CALL *cuStreamIsCapturing)(nji_cu_stream stream, int *status);
-    nji_cu_result(NJI_CU_CALL *cuThreadExchangeStreamCaptureMode)(int *mode);
 } nji_driver;
 
 /* ---- what we use of NVRTC's interface ------------------------------------------------------- */
@@ -2944,14 +3138,9 @@ static const nji_symbol nji_driver_symbols[] = {
     NJI_DRIVER_SYMBOL(cuModuleLoadDataEx, "cuModuleLoadDataEx"),
     NJI_DRIVER_SYMBOL(cuModuleUnload, "cuModuleUnload"),
     NJI_DRIVER_SYMBOL(cuModuleGetFunction, "cuModuleGetFunction"),
-    NJI_DRIVER_SYMBOL(cuFuncSetAttribute, "cuFuncSetAttribute"),
-    NJI_DRIVER_SYMBOL(cuFuncGetAttribute, "cuFuncGetAttribute"),
-    NJI_DRIVER_SYMBOL(cuOccupancyMaxActiveBlocksPerMultiprocessor,
-                      "cuOccupancyMaxActiveBlocksPerMultiprocessor"),
     NJI_DRIVER_SYMBOL(cuLaunchKernel, "cuLaunchKernel"),
     NJI_DRIVER_SYMBOL(cuPointerGetAttribute, "cuPointerGetAttribute"),
     NJI_DRIVER_SYMBOL(cuStreamIsCapturing, "cuStreamIsCapturing"),
-    NJI_DRIVER_SYMBOL(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode"),
     {"cuLaunchKernelEx", offsetof(nji_driver, cuLaunchKernelEx), 1}};
 #undef NJI_DRIVER_SYMBOL
 
@@ -3833,7 +4022,7 @@ static nj_status nji_jit_open(nji_jit *jit, const nj_ctx_desc *desc, const char 
 }
 
 /* ==== kernels =================================================================================== */
-#define NJI_PROGRAM_ROWS_HASH 0x6dfdcd082a79896bull
+#define NJI_PROGRAM_ROWS_HASH 0xaa70a2bf69eb060eull
 static const char *const nji_program_rows[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -4052,7 +4241,8 @@ static const char *const nji_program_rows[] = {
     "if (sizeof(nji_real) == 4) {\n",
     "asm volatile(\"st.shared::cluster.f32 [%0], %1;\" ::\"r\"(there), \"f\"((float)value) : \"memory\");\n",
     "} else {\n",
-    "asm volatile(\"st.shared::cluster.f64 [%0], %1;\" ::\"r\"(there), \"d\"((double)value) : \"memory\");\n",
+    "asm volatile(\"st.shared::cluster.f64 [%0], %1;\" ::\"r\"(there), \"d\"((double)value)\n",
+    ": \"memory\");\n",
     "}\n",
     "}\n",
     "#endif\n",
@@ -4436,7 +4626,8 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "NJI_INLINE void nji_write_part(const nji_problem &p, const nji_place &place,\n",
     "nji_real gradient[NJI_CHUNKS][NJI_VEC], int which) {\n",
-    "nji_real *to = (nji_real *)p.partial + ((nji_i64)(blockIdx.x / NJI_SLICES) * 2 + which) * NJI_COLS;\n",
+    "const nji_i64 part = blockIdx.x / NJI_SLICES;\n",
+    "nji_real *to = (nji_real *)p.partial + (part * 2 + which) * NJI_COLS;\n",
     "#if NJI_ROWS > 1\n",
     "__shared__ nji_real total[NJI_WIDTH];\n",
     "#pragma unroll\n",
@@ -4560,7 +4751,7 @@ static const char *const nji_program_rows[] = {
     "#endif\n",
     "#endif\n",
     NULL};
-#define NJI_PROGRAM_TILES_HASH 0x0da7dddf4df1aca6ull
+#define NJI_PROGRAM_TILES_HASH 0x256bbeba90f8a0e0ull
 static const char *const nji_program_tiles[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -4779,7 +4970,8 @@ static const char *const nji_program_tiles[] = {
     "if (sizeof(nji_real) == 4) {\n",
     "asm volatile(\"st.shared::cluster.f32 [%0], %1;\" ::\"r\"(there), \"f\"((float)value) : \"memory\");\n",
     "} else {\n",
-    "asm volatile(\"st.shared::cluster.f64 [%0], %1;\" ::\"r\"(there), \"d\"((double)value) : \"memory\");\n",
+    "asm volatile(\"st.shared::cluster.f64 [%0], %1;\" ::\"r\"(there), \"d\"((double)value)\n",
+    ": \"memory\");\n",
     "}\n",
     "}\n",
     "#endif\n",
@@ -5046,9 +5238,10 @@ static const char *const nji_program_tiles[] = {
     "for (int i = 0; i < NJI_VEC; i++) {\n",
     "sum_g[i] = sum_gx[i] = mean[i] = rstd[i] = 0;\n",
     "if (NJI_WANT_X && place.rows) {\n",
-    "const int last = p.row_dims - 1;\n",
-    "mean[i] = nji_load_any(p.mean.data, at.mean + i * p.mean.stride[last], NJI_STAT_CODE);\n",
-    "rstd[i] = nji_load_any(p.rstd.data, at.rstd + i * p.rstd.stride[last], NJI_STAT_CODE);\n",
+    "const nji_i64 mean_at = at.mean + i * p.mean.stride[p.row_dims - 1];\n",
+    "const nji_i64 rstd_at = at.rstd + i * p.rstd.stride[p.row_dims - 1];\n",
+    "mean[i] = nji_load_any(p.mean.data, mean_at, NJI_STAT_CODE);\n",
+    "rstd[i] = nji_load_any(p.rstd.data, rstd_at, NJI_STAT_CODE);\n",
     "}\n",
     "}\n",
     "#pragma unroll\n",
@@ -5109,7 +5302,7 @@ static const char *const nji_program_tiles[] = {
     "}\n",
     "#endif\n",
     NULL};
-#define NJI_PROGRAM_STRIDED_HASH 0x1cb156db0a1e634bull
+#define NJI_PROGRAM_STRIDED_HASH 0x2aad53a7e87b0225ull
 static const char *const nji_program_strided[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -5328,7 +5521,8 @@ static const char *const nji_program_strided[] = {
     "if (sizeof(nji_real) == 4) {\n",
     "asm volatile(\"st.shared::cluster.f32 [%0], %1;\" ::\"r\"(there), \"f\"((float)value) : \"memory\");\n",
     "} else {\n",
-    "asm volatile(\"st.shared::cluster.f64 [%0], %1;\" ::\"r\"(there), \"d\"((double)value) : \"memory\");\n",
+    "asm volatile(\"st.shared::cluster.f64 [%0], %1;\" ::\"r\"(there), \"d\"((double)value)\n",
+    ": \"memory\");\n",
     "}\n",
     "}\n",
     "#endif\n",
@@ -5406,8 +5600,8 @@ static const char *const nji_program_strided[] = {
     "a = tree[0][first];\n",
     "b = tree[1][first];\n",
     "}\n",
-    "NJI_INLINE nji_real nji_load_at(const nji_problem &p, const nji_operand &operand, nji_i64 row_offset,\n",
-    "nji_i64 col) {\n",
+    "NJI_INLINE nji_real nji_load_at(const nji_problem &p, const nji_operand &operand,\n",
+    "nji_i64 row_offset, nji_i64 col) {\n",
     "return nji_widen(((const NJI_X *)operand.data)[row_offset + nji_col_offset(p, operand, col)]);\n",
     "}\n",
     "NJI_INLINE nji_real nji_load_param(const nji_problem &p, const nji_operand &operand, nji_i64 col,\n",
@@ -5416,7 +5610,8 @@ static const char *const nji_program_strided[] = {
     "return nji_load_any(operand.data, nji_col_offset(p, operand, col), NJI_PARAM_CODE);\n",
     "}\n",
     "#if NJI_FORWARD\n",
-    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_forward(NJI_PARAMETER p) {\n",
+    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)\n",
+    "nj_strided_forward(NJI_PARAMETER p) {\n",
     "nji_begin();\n",
     "const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);\n",
     "const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;\n",
@@ -5453,7 +5648,8 @@ static const char *const nji_program_strided[] = {
     "}\n",
     "#endif\n",
     "#if NJI_BACKWARD\n",
-    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_backward(NJI_PARAMETER p) {\n",
+    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)\n",
+    "nj_strided_backward(NJI_PARAMETER p) {\n",
     "nji_begin();\n",
     "const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);\n",
     "const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;\n",
@@ -5465,7 +5661,8 @@ static const char *const nji_program_strided[] = {
     "nji_real sum_g = 0, sum_gx = 0;\n",
     "#pragma unroll 4\n",
     "for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {\n",
-    "const nji_real g = nji_load_at(p, p.dy, at.dy, col) * nji_load_param(p, p.gamma, col, 1);\n",
+    "const nji_real dy = nji_load_at(p, p.dy, at.dy, col);\n",
+    "const nji_real g = dy * nji_load_param(p, p.gamma, col, 1);\n",
     "sum_g += g;\n",
     "sum_gx += g * ((nji_load_at(p, p.x, at.x, col) - mean) * rstd);\n",
     "}\n",
@@ -5473,7 +5670,8 @@ static const char *const nji_program_strided[] = {
     "const nji_real mean_g = sum_g / (nji_real)p.cols, mean_gx = sum_gx / (nji_real)p.cols;\n",
     "if (!is_row) continue;\n",
     "for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {\n",
-    "const nji_real g = nji_load_at(p, p.dy, at.dy, col) * nji_load_param(p, p.gamma, col, 1);\n",
+    "const nji_real dy = nji_load_at(p, p.dy, at.dy, col);\n",
+    "const nji_real g = dy * nji_load_param(p, p.gamma, col, 1);\n",
     "const nji_real xhat = (nji_load_at(p, p.x, at.x, col) - mean) * rstd;\n",
     "NJI_X *out = (NJI_X *)p.dx.data + at.out + nji_col_offset(p, p.dx, col);\n",
     "nji_real dx = rstd * (g - mean_g - xhat * mean_gx);\n",
@@ -5482,7 +5680,8 @@ static const char *const nji_program_strided[] = {
     "}\n",
     "}\n",
     "}\n",
-    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_parts(NJI_PARAMETER p) {\n",
+    "extern \"C\" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)\n",
+    "nj_strided_parts(NJI_PARAMETER p) {\n",
     "nji_begin();\n",
     "__shared__ nji_real total[2][NJI_STRIDED_THREADS];\n",
     "const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);\n",
@@ -5539,7 +5738,9 @@ static const char *const nji_program_strided[] = {
     "tree[threadIdx.y][threadIdx.x] = sum;\n",
     "for (int half = blockDim.y / 2; half > 0; half /= 2) {\n",
     "__syncthreads();\n",
-    "if (threadIdx.y < half) tree[threadIdx.y][threadIdx.x] += tree[threadIdx.y + half][threadIdx.x];\n",
+    "if (threadIdx.y < half) {\n",
+    "tree[threadIdx.y][threadIdx.x] += tree[threadIdx.y + half][threadIdx.x];\n",
+    "}\n",
     "}\n",
     "if (threadIdx.y != 0 || col >= p.cols) return;\n",
     "sum = tree[0][threadIdx.x];\n",
@@ -5552,7 +5753,7 @@ static const char *const nji_program_strided[] = {
     "#endif\n",
     NULL};
 static const char *const nji_fallback_bf16[] = {
-    "// NVRTC 13.0, source 1cb156db0a1e634b\n",
+    "// NVRTC 13.0, source 2aad53a7e87b0225\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -9300,7 +9501,7 @@ static const char *const nji_fallback_bf16[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f16[] = {
-    "// NVRTC 13.0, source 1cb156db0a1e634b\n",
+    "// NVRTC 13.0, source 2aad53a7e87b0225\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -12610,7 +12811,7 @@ static const char *const nji_fallback_f16[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f32[] = {
-    "// NVRTC 13.0, source 1cb156db0a1e634b\n",
+    "// NVRTC 13.0, source 2aad53a7e87b0225\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -16244,7 +16445,7 @@ static const char *const nji_fallback_f32[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f64[] = {
-    "// NVRTC 13.0, source 1cb156db0a1e634b\n",
+    "// NVRTC 13.0, source 2aad53a7e87b0225\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -19929,7 +20130,7 @@ typedef struct nji_cuda {
     nji_driver driver;
     nji_jit jit;
     nji_device_facts facts;
-    int ordinal;           /* of the device */
+    int ordinal;          /* of the device */
     nji_cu_device device; /* the device's number and the driver's handle */
     char name[96];
     nji_cu_context context;
@@ -19970,7 +20171,8 @@ static void nji_cuda_leave(const nji_cuda *cuda, int pushed) {
     if (pushed) cuda->driver.cuCtxPopCurrent(&popped);
 }
 
-static nj_status nji_cuda_attribute(const nji_cuda *cuda, int attribute, int *value, const char *call) {
+static nj_status nji_cuda_attribute(const nji_cuda *cuda, int attribute, int *value,
+                                    const char *call) {
     int result = cuda->driver.cuDeviceGetAttribute(value, attribute, cuda->device);
     return result == 0 ? NJ_OK
                        : nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetAttribute");
@@ -19984,8 +20186,8 @@ static nj_status nji_cuda_find_device(nji_cuda *cuda, const nj_ctx_desc *desc, c
     result = cuda->driver.cuDeviceGetCount(&count);
     if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetCount");
     if (desc->device >= count) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: the driver sees %d CUDA device(s)", call,
-                        (int)desc->device, count);
+        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: the driver sees %d CUDA device(s)",
+                        call, (int)desc->device, count);
     }
     cuda->ordinal = desc->device;
     result = cuda->driver.cuDeviceGet(&cuda->device, desc->device);
@@ -19995,13 +20197,14 @@ static nj_status nji_cuda_find_device(nji_cuda *cuda, const nj_ctx_desc *desc, c
     status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MAJOR, &major, call);
     if (status == NJ_OK) status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MINOR, &minor, call);
     if (status == NJ_OK) {
-        status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_MULTIPROCESSORS, &cuda->facts.multiprocessors,
-                                    call);
+        status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_MULTIPROCESSORS,
+                                    &cuda->facts.multiprocessors, call);
     }
     if (status != NJ_OK) return status;
     cuda->facts.arch = major * 10 + minor;
     if (cuda->facts.arch < NJI_LEAST_ARCH) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: %s is sm_%d: sm_%d or later is needed", call,
+        return nji_fail(NJ_UNSUPPORTED,
+                        "%s: desc.device = %d: %s is sm_%d: sm_%d or later is needed", call,
                         (int)desc->device, cuda->name, cuda->facts.arch, NJI_LEAST_ARCH);
     }
     return NJ_OK;
@@ -20017,7 +20220,8 @@ static nj_status nji_cuda_find_context(nji_cuda *cuda, const char *call) {
         return NJ_OK;
     }
     result = cuda->driver.cuDevicePrimaryCtxRetain(&cuda->context, cuda->device);
-    if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDevicePrimaryCtxRetain");
+    if (result != 0)
+        return nji_driver_fail(&cuda->driver, result, call, "cuDevicePrimaryCtxRetain");
     cuda->retained = 1;
     return NJ_OK;
 }
@@ -20054,9 +20258,10 @@ static nj_status nji_cuda_open(nji_cuda *cuda, const nj_ctx_desc *desc, const ch
 }
 
 static void nji_cuda_describe(const nji_cuda *cuda, char *text, size_t size) {
-    int used = snprintf(text, size, "CUDA device %d: %s (sm_%d, %d multiprocessors), driver %d.%d, ",
-                        cuda->ordinal, cuda->name, cuda->facts.arch, cuda->facts.multiprocessors,
-                        cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
+    int used =
+        snprintf(text, size, "CUDA device %d: %s (sm_%d, %d multiprocessors), driver %d.%d, ",
+                 cuda->ordinal, cuda->name, cuda->facts.arch, cuda->facts.multiprocessors,
+                 cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
     if (used < 0 || (size_t)used >= size) return;
     if (cuda->jit.has_nvrtc) {
         snprintf(text + used, size - (size_t)used, "NVRTC %d.%d", cuda->jit.nvrtc.major,
@@ -20079,8 +20284,8 @@ static nj_status nji_capture_fail(const char *call) {
 }
 
 /* Loads an image and adds it to the cache. */
-static nj_status nji_cuda_load(nji_cuda *cuda, const void *image, nji_module *module, const char *what,
-                               const char *call) {
+static nj_status nji_cuda_load(nji_cuda *cuda, const void *image, nji_module *module,
+                               const char *what, const char *call) {
     char log[2048];
     int option[2] = {NJI_CU_JIT_ERROR_LOG, NJI_CU_JIT_ERROR_LOG_BYTES};
     void *value[2];
@@ -20136,7 +20341,8 @@ static nj_status nji_cuda_compiled(nji_cuda *cuda, const nji_jit_request *reques
     status = nji_jit_image(&cuda->jit, request, &image, call);
     if (status != NJ_OK) return status;
     module = nji_new_module(key, NJ_SOURCE_NVRTC, call);
-    status = module ? nji_cuda_load(cuda, image.data, module, request->name, call) : NJ_OUT_OF_MEMORY;
+    status =
+        module ? nji_cuda_load(cuda, image.data, module, request->name, call) : NJ_OUT_OF_MEMORY;
     nji_image_free(&image);
     if (status != NJ_OK) {
         NJ_FREE(module);
@@ -20192,12 +20398,18 @@ typedef struct nji_fast_program {
 
 static const nji_fast_program *nji_fast_program_of(const nji_choice *choice) {
     static const nji_fast_program program[] = {
-        {"norm_rows.cu", nji_program_rows, NJI_PROGRAM_ROWS_HASH,
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
          {{"nj_rows_backward", NULL}, {"nj_rows_forward", NULL}}},
-        {"norm_rows.cu", nji_program_rows, NJI_PROGRAM_ROWS_HASH,
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
          {{"nj_split_backward_sums", "nj_split_backward_write"},
           {"nj_split_forward_sums", "nj_split_forward_write"}}},
-        {"norm_tiles.cu", nji_program_tiles, NJI_PROGRAM_TILES_HASH,
+        {"norm_tiles.cu",
+         nji_program_tiles,
+         NJI_PROGRAM_TILES_HASH,
          {{"nj_tiles_backward", NULL}, {"nj_tiles_forward", NULL}}}};
     return &program[choice->family];
 }
@@ -20282,15 +20494,18 @@ static nj_status nji_cuda_select_kernels(nji_cuda *cuda, nji_cuda_plan *plan, in
 /* A driver older than NVRTC may refuse what that makes. The embedded PTX is for any driver. */
 static int nji_is_refusal(nj_status status) {
     int error = nji_last.info.driver_error;
-    return status == NJ_DRIVER && (error == NJI_CU_NO_BINARY_FOR_GPU || error == NJI_CU_INVALID_PTX ||
-                                   error == NJI_CU_UNSUPPORTED_PTX_VERSION);
+    return status == NJ_DRIVER &&
+           (error == NJI_CU_NO_BINARY_FOR_GPU || error == NJI_CU_INVALID_PTX ||
+            error == NJI_CU_UNSUPPORTED_PTX_VERSION);
 }
 
 static nj_status nji_cuda_check_capture(const nji_cuda *cuda, const char *call) {
     int capturing = NJI_CU_CAPTURE_NONE;
     int result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
-    if (nji_is_capture_error(result) || capturing != NJI_CU_CAPTURE_NONE) return nji_capture_fail(call);
-    return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
+    if (nji_is_capture_error(result) || capturing != NJI_CU_CAPTURE_NONE)
+        return nji_capture_fail(call);
+    return result == 0 ? NJ_OK
+                       : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
 }
 
 /* The caller holds the ctx's lock. */
@@ -20335,17 +20550,19 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
         int ordinal = 0;
         if (views[i].empty) continue;
         if (cuda->driver.cuPointerGetAttribute(&type, NJI_CU_POINTER_MEMORY_TYPE, address) != 0) {
-            status = nji_fail(NJ_INVALID_ARGUMENT,
-                              "%s: args.%s.data = %p: host memory that the driver does not know: a CUDA "
-                              "plan needs device memory",
-                              call, views[i].name, views[i].data);
+            status =
+                nji_fail(NJ_INVALID_ARGUMENT,
+                         "%s: args.%s.data = %p: host memory that the driver does not know: a CUDA "
+                         "plan needs device memory",
+                         call, views[i].name, views[i].data);
         } else if (type == NJI_CU_MEMORY_DEVICE &&
-                   cuda->driver.cuPointerGetAttribute(&ordinal, NJI_CU_POINTER_DEVICE_ORDINAL, address) ==
-                       0 &&
+                   cuda->driver.cuPointerGetAttribute(&ordinal, NJI_CU_POINTER_DEVICE_ORDINAL,
+                                                      address) == 0 &&
                    ordinal != cuda->ordinal) {
-            status = nji_fail(NJ_INVALID_ARGUMENT,
-                              "%s: args.%s.data = %p: memory of device %d: the plan is for device %d", call,
-                              views[i].name, views[i].data, ordinal, cuda->ordinal);
+            status =
+                nji_fail(NJ_INVALID_ARGUMENT,
+                         "%s: args.%s.data = %p: memory of device %d: the plan is for device %d",
+                         call, views[i].name, views[i].data, ordinal, cuda->ordinal);
         }
     }
     nji_cuda_leave(cuda, pushed);
@@ -20355,7 +20572,8 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
 /* ---- run ------------------------------------------------------------------------------------ */
 
 /* Address and strides of `dims` dims allow accesses of `bytes`. */
-static int nji_is_aligned(const nji_operand *operand, int dims, int64_t bytes, int64_t element_bytes) {
+static int nji_is_aligned(const nji_operand *operand, int dims, int64_t bytes,
+                          int64_t element_bytes) {
     int d;
     if ((uintptr_t)operand->data % (uintptr_t)bytes != 0) return 0;
     for (d = 0; d < dims; d++) {
@@ -20391,7 +20609,8 @@ static int nji_fits_tiles(const nji_problem *problem, const nji_operand *operand
 }
 
 /* Whether the tiles kernels take these operands. */
-static int nji_takes_tiles(const nji_cuda_plan *plan, const nji_problem *problem, nj_layout layout) {
+static int nji_takes_tiles(const nji_cuda_plan *plan, const nji_problem *problem,
+                           nj_layout layout) {
     int64_t size = (int64_t)nj_dtype_size(plan->desc.dtype), vec = plan->choice.vec;
     return layout == NJ_LAYOUT_CHANNELS_FIRST && problem->col_dims <= 1 &&
            problem->extent[problem->row_dims - 1] % vec == 0 &&
@@ -20427,8 +20646,8 @@ static int nji_launches_dependently(const nji_cuda *cuda) {
     return cuda->facts.arch >= 90 && cuda->driver.version >= 12030 && cuda->driver.cuLaunchKernelEx;
 }
 
-/* Where the device can, a kernel may take its place while its predecessor still runs; it waits for it by
-   itself (nji_begin in ptx_src/nj_device.cuh). */
+/* Where the device can, a kernel may take its place while its predecessor still runs; it waits for
+   it by itself (nji_begin in ptx_src/nj_device.cuh). */
 static nj_status nji_launch(const nji_cuda *cuda, nji_cu_function function, const nji_grid *grid,
                             nji_problem *problem, void *stream, const char *call) {
     nji_cu_launch_attribute attribute;
@@ -20469,7 +20688,8 @@ static nj_status nji_launch_params_sum(const nji_cuda *cuda, const nji_cuda_plan
 
 /* Groups of rows that the blocks of the fast kernels take one by one. */
 static int64_t nji_fast_blocks(const nji_choice *choice, const nji_problem *problem) {
-    int64_t run = choice->family == NJI_TILES ? problem->extent[problem->row_dims - 1] : problem->rows;
+    int64_t run =
+        choice->family == NJI_TILES ? problem->extent[problem->row_dims - 1] : problem->rows;
     return problem->rows / run * nji_ceil_div(run, nji_block_rows(choice));
 }
 
@@ -20495,8 +20715,9 @@ static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, n
 }
 
 /* The parts first: dx may take the place of x or dy. */
-static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
-                                 int rows_fast, void *stream, const char *call) {
+static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                                 nji_problem *problem, int rows_fast, void *stream,
+                                 const char *call) {
     nj_status status = NJ_OK;
     nji_grid grid;
     problem->rows_fast = rows_fast;
@@ -20513,7 +20734,8 @@ static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan
     if (status == NJ_OK && plan->strided && problem->rows > 0 &&
         (problem->cols > 0 || plan->choice.forward)) {
         problem->row_lanes = nji_strided_row_lanes(problem->cols, rows_fast);
-        grid = nji_grid_of(nji_ceil_div(problem->rows, problem->row_lanes), 1, NJI_STRIDED_THREADS, 1);
+        grid =
+            nji_grid_of(nji_ceil_div(problem->rows, problem->row_lanes), 1, NJI_STRIDED_THREADS, 1);
         status = nji_launch(cuda, plan->strided, &grid, problem, stream, call);
     }
     return status;
@@ -20529,14 +20751,15 @@ static nj_status nji_cuda_run(const nji_cuda *cuda, const nji_cuda_plan *plan, n
     if (problem->rows > 0 && nji_takes_fast(plan, problem, layout)) {
         status = nji_run_fast(cuda, plan, problem, stream, call);
     } else {
-        status = nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
+        status =
+            nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
     }
     nji_cuda_leave(cuda, pushed);
     return status;
 }
 
-static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan, const nji_problem *problem,
-                         nj_sku *out) {
+static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                         const nji_problem *problem, nj_sku *out) {
     int fast = nji_takes_fast(plan, problem, (nj_layout)out->layout);
     const char *kernel = fast ? nji_fast_program_of(&plan->choice)->kernel[plan->choice.forward][0]
                          : plan->choice.forward ? "nj_strided_forward"
@@ -20580,14 +20803,15 @@ static int nji_is_forward(const nj_desc *desc) {
 
 static nj_status nji_check_types(nj_desc *desc, const char *call) {
     if (!nj_dtype_size(desc->dtype)) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.dtype = %d: must be NJ_F16, BF16, F32 or F64",
-                        call, (int)desc->dtype);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.dtype = %d: must be NJ_F16, BF16, F32 or F64", call,
+                        (int)desc->dtype);
     }
     if (desc->param_dtype == NJ_DTYPE_UNSET) desc->param_dtype = desc->dtype;
     if (!nj_dtype_size(desc->param_dtype)) {
         return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: desc.param_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (dtype)", call,
-                        (int)desc->param_dtype);
+                        "%s: desc.param_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (dtype)",
+                        call, (int)desc->param_dtype);
     }
     if (desc->param_dtype == NJ_F64 && desc->dtype != NJ_F64) {
         return nji_fail(NJ_UNSUPPORTED, "%s: desc.param_dtype = NJ_F64: needs dtype NJ_F64", call);
@@ -20596,14 +20820,16 @@ static nj_status nji_check_types(nj_desc *desc, const char *call) {
         desc->stat_dtype = desc->dtype == NJ_F64 ? NJ_F64 : NJ_F32;
     }
     if (!nj_dtype_size(desc->stat_dtype)) {
-        return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: desc.stat_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (f32; f64 for f64)",
-                        call, (int)desc->stat_dtype);
+        return nji_fail(
+            NJ_INVALID_ARGUMENT,
+            "%s: desc.stat_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (f32; f64 for f64)",
+            call, (int)desc->stat_dtype);
     }
     if (desc->stat_dtype != desc->dtype && (desc->stat_dtype != NJ_F32 || desc->dtype == NJ_F64)) {
-        return nji_fail(NJ_UNSUPPORTED,
-                        "%s: desc.stat_dtype = %d: must be dtype (%d), or NJ_F32 with a narrower dtype",
-                        call, (int)desc->stat_dtype, (int)desc->dtype);
+        return nji_fail(
+            NJ_UNSUPPORTED,
+            "%s: desc.stat_dtype = %d: must be dtype (%d), or NJ_F32 with a narrower dtype", call,
+            (int)desc->stat_dtype, (int)desc->dtype);
     }
     return NJ_OK;
 }
@@ -20611,17 +20837,19 @@ static nj_status nji_check_types(nj_desc *desc, const char *call) {
 static nj_status nji_check_grads(nj_desc *desc, const char *call) {
     const unsigned all = NJ_GRAD_DX | NJ_GRAD_DGAMMA | NJ_GRAD_DBETA;
     if (desc->grads & ~all) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.grads = 0x%x: only NJ_GRAD_* bits may be set",
-                        call, (unsigned)desc->grads);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.grads = 0x%x: only NJ_GRAD_* bits may be set", call,
+                        (unsigned)desc->grads);
     }
     if (desc->accumulate & ~all) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.accumulate = 0x%x: only NJ_GRAD_* bits may be set",
-                        call, (unsigned)desc->accumulate);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.accumulate = 0x%x: only NJ_GRAD_* bits may be set", call,
+                        (unsigned)desc->accumulate);
     }
     if (nji_is_forward(desc)) {
         if (desc->grads | desc->accumulate) {
-            return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.%s = 0x%x: a forward has no gradients", call,
-                            desc->grads ? "grads" : "accumulate",
+            return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.%s = 0x%x: a forward has no gradients",
+                            call, desc->grads ? "grads" : "accumulate",
                             (unsigned)(desc->grads ? desc->grads : desc->accumulate));
         }
         return NJ_OK;
@@ -20639,8 +20867,8 @@ static nj_status nji_check_grads(nj_desc *desc, const char *call) {
                         (unsigned)desc->grads);
     }
     if (desc->accumulate & ~desc->grads) {
-        return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.accumulate = 0x%x: not all in grads (0x%x)", call,
-                        (unsigned)desc->accumulate, (unsigned)desc->grads);
+        return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.accumulate = 0x%x: not all in grads (0x%x)",
+                        call, (unsigned)desc->accumulate, (unsigned)desc->grads);
     }
     return NJ_OK;
 }
@@ -20665,8 +20893,8 @@ static nj_status nji_check_desc(nj_desc *desc, int64_t *rows, int64_t *cols, con
     status = nji_check_types(desc, call);
     if (status != NJ_OK) return status;
     if (nji_is_forward(desc) && !(desc->eps >= 0 && desc->eps <= DBL_MAX)) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.eps = %g: must be finite and 0 or more", call,
-                        desc->eps);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.eps = %g: must be finite and 0 or more",
+                        call, desc->eps);
     }
     return nji_check_grads(desc, call);
 }
@@ -20679,22 +20907,22 @@ typedef struct nji_views {
     int guide; /* the output of x's shape, else dy */
 } nji_views;
 
-#define NJI_VIEW(set, args, field, kind_of, type_of, is_written) \
-    do { \
-        nji_view *added = &(set)->view[(set)->count++]; \
-        added->name = #field; \
-        added->data = (void *)(uintptr_t)(args)->field.data; \
-        added->shape = (args)->field.shape; \
-        added->stride = (args)->field.stride; \
-        added->offset = (args)->field.offset; \
-        added->count = (args)->field.count; \
-        added->rank = (args)->field.rank; \
-        added->kind = (kind_of); \
-        added->dtype = (type_of); \
-        added->size = (int32_t)nj_dtype_size(type_of); \
-        added->writable = (is_written); \
-        added->empty = 0; \
-        added->slot = offsetof(nji_problem, field); \
+#define NJI_VIEW(set, args, field, kind_of, type_of, is_written)                                   \
+    do {                                                                                           \
+        nji_view *added = &(set)->view[(set)->count++];                                            \
+        added->name = #field;                                                                      \
+        added->data = (void *)(uintptr_t)(args)->field.data;                                       \
+        added->shape = (args)->field.shape;                                                        \
+        added->stride = (args)->field.stride;                                                      \
+        added->offset = (args)->field.offset;                                                      \
+        added->count = (args)->field.count;                                                        \
+        added->rank = (args)->field.rank;                                                          \
+        added->kind = (kind_of);                                                                   \
+        added->dtype = (type_of);                                                                  \
+        added->size = (int32_t)nj_dtype_size(type_of);                                             \
+        added->writable = (is_written);                                                            \
+        added->empty = 0;                                                                          \
+        added->slot = offsetof(nji_problem, field);                                                \
     } while (0)
 
 /* Lists the operands that the descriptor uses; what it does not use is not looked at. */
@@ -20742,8 +20970,8 @@ static nj_status nji_check_args(const nj_plan *plan, const nj_args *args, nji_vi
     return nji_cuda_check_operands(&plan->ctx->cuda, set->view, set->count, call);
 }
 
-static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set, const void *workspace,
-                                     size_t size, const char *call) {
+static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set,
+                                     const void *workspace, size_t size, const char *call) {
     const uintptr_t alignment = plan->backend == NJ_BACKEND_CUDA ? 256 : 16;
     const uintptr_t first = (uintptr_t)workspace;
     int i;
@@ -20758,8 +20986,8 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set, 
                               plan->workspace_bytes);
     }
     if (first % alignment != 0) {
-        return nji_fail(NJ_MISALIGNED_OPERAND, "%s: workspace = %p: must be a multiple of %d bytes", call,
-                        workspace, (int)alignment);
+        return nji_fail(NJ_MISALIGNED_OPERAND, "%s: workspace = %p: must be a multiple of %d bytes",
+                        call, workspace, (int)alignment);
     }
     for (i = 0; i < set->count; i++) {
         const nji_view *view = &set->view[i];
@@ -20767,8 +20995,8 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set, 
             nji_first_byte(view) >= first + plan->workspace_bytes) {
             continue;
         }
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: workspace overlaps args.%s: it must be apart", call,
-                        view->name);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: workspace overlaps args.%s: it must be apart",
+                        call, view->name);
     }
     return NJ_OK;
 }
@@ -20807,17 +21035,17 @@ static void nji_ctx_release(nj_ctx *ctx) {
 
 static nj_status nji_check_ctx_desc(const nj_ctx_desc *desc, const char *call) {
     if (desc->device < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.device = %d: a device ordinal is 0 or more", call,
-                        (int)desc->device);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.device = %d: a device ordinal is 0 or more",
+                        call, (int)desc->device);
     }
     if (desc->flags & ~(uint32_t)(NJ_CTX_CHECK_POINTERS | NJ_CTX_FALLBACK_PTX)) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.flags = 0x%x: only NJ_CTX_* bits may be set", call,
-                        (unsigned)desc->flags);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.flags = 0x%x: only NJ_CTX_* bits may be set",
+                        call, (unsigned)desc->flags);
     }
     if (desc->backend != NJ_BACKEND_AUTO && desc->backend != NJ_BACKEND_CUDA &&
         desc->backend != NJ_BACKEND_HOST) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.backend = %d: must be one of NJ_BACKEND_*", call,
-                        (int)desc->backend);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.backend = %d: must be one of NJ_BACKEND_*",
+                        call, (int)desc->backend);
     }
     return NJ_OK;
 }
@@ -20887,7 +21115,8 @@ NJ_API const char *nj_ctx_info(const nj_ctx *ctx) {
 
 NJ_API nj_status nj_ctx_cache_stats(nj_ctx *ctx, nj_cache_stats *out) {
     static const char call[] = "nj_ctx_cache_stats";
-    if (!out) return nji_fail(NJ_INVALID_ARGUMENT, "%s: out = NULL: nowhere to put the counts", call);
+    if (!out)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: out = NULL: nowhere to put the counts", call);
     memset(out, 0, sizeof *out);
     if (!ctx) return nji_fail(NJ_INVALID_ARGUMENT, "%s: ctx = NULL: a ctx is required", call);
     nji_lock_enter(&ctx->lock);
@@ -20907,7 +21136,8 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size) {
 #endif
     size_t i;
     if (!buffer) return nji_fail(NJ_INVALID_ARGUMENT, "%s: buffer = NULL: nowhere to put it", call);
-    if (!size) return nji_fail(NJ_INVALID_ARGUMENT, "%s: size = 0: no room for the end of text", call);
+    if (!size)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: size = 0: no room for the end of text", call);
     buffer[0] = 0;
     for (i = 0; i < sizeof variable / sizeof variable[0]; i++) {
         const char *root = getenv(variable[i]);
@@ -20915,8 +21145,8 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size) {
         if (!root || !root[0]) continue;
         needed = strlen(root) + strlen(suffix[i]) + 1;
         if (needed > size) {
-            return nji_fail_sized(NJ_BUFFER_TOO_SMALL, needed, size, "%s: size = %zu: needs %zu bytes",
-                                  call, size, needed);
+            return nji_fail_sized(NJ_BUFFER_TOO_SMALL, needed, size,
+                                  "%s: size = %zu: needs %zu bytes", call, size, needed);
         }
         snprintf(buffer, size, "%s%s", root, suffix[i]);
         return NJ_OK;
@@ -20930,11 +21160,13 @@ static nj_status nji_check_preference(const nj_ctx *ctx, const nj_preference *pr
                                       nj_backend *backend, const char *call) {
     *backend = pref->prefer_backend == NJ_BACKEND_AUTO ? ctx->backend : pref->prefer_backend;
     if (*backend != NJ_BACKEND_CUDA && *backend != NJ_BACKEND_HOST) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: pref.prefer_backend = %d: must be one of NJ_BACKEND_*",
-                        call, (int)pref->prefer_backend);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: pref.prefer_backend = %d: must be one of NJ_BACKEND_*", call,
+                        (int)pref->prefer_backend);
     }
     if (*backend == NJ_BACKEND_CUDA && ctx->backend != NJ_BACKEND_CUDA) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: pref.prefer_backend = CUDA: the ctx is a host ctx", call);
+        return nji_fail(NJ_UNSUPPORTED, "%s: pref.prefer_backend = CUDA: the ctx is a host ctx",
+                        call);
     }
     return NJ_OK; /* every kernel is deterministic and batch-invariant: those demands are met */
 }
@@ -20942,13 +21174,14 @@ static nj_status nji_check_preference(const nj_ctx *ctx, const nj_preference *pr
 static nj_status nji_select_host(nj_plan *plan, const nj_preference *pref, const char *call) {
     int64_t bytes = nji_host_workspace(&plan->desc, plan->rows, plan->cols);
     if (bytes < 0 || (uint64_t)bytes > SIZE_MAX) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.shape: the workspace would overflow size_t", call);
+        return nji_fail(NJ_UNSUPPORTED, "%s: desc.shape: the workspace would overflow size_t",
+                        call);
     }
     if (pref->max_workspace_bytes && (uint64_t)bytes > pref->max_workspace_bytes) {
-        return nji_fail_sized(NJ_UNSUPPORTED, (uint64_t)bytes, pref->max_workspace_bytes,
-                              "%s: pref.max_workspace_bytes = %llu: the host backend needs %llu bytes",
-                              call, (unsigned long long)pref->max_workspace_bytes,
-                              (unsigned long long)bytes);
+        return nji_fail_sized(
+            NJ_UNSUPPORTED, (uint64_t)bytes, pref->max_workspace_bytes,
+            "%s: pref.max_workspace_bytes = %llu: the host backend needs %llu bytes", call,
+            (unsigned long long)pref->max_workspace_bytes, (unsigned long long)bytes);
     }
     plan->workspace_bytes = (size_t)bytes;
     return NJ_OK;
@@ -20963,7 +21196,8 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
     if (!out) return nji_fail(NJ_INVALID_ARGUMENT, "%s: out = NULL: nowhere to put the plan", call);
     *out = NULL;
     if (!ctx) return nji_fail(NJ_INVALID_ARGUMENT, "%s: ctx = NULL: a ctx is required", call);
-    if (!desc) return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
+    if (!desc)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
     memset(&no_demands, 0, sizeof no_demands);
     if (!pref) pref = &no_demands;
     plan = (nj_plan *)NJ_MALLOC(sizeof *plan);
@@ -20972,10 +21206,12 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
     plan->desc = *desc;
     status = nji_check_desc(&plan->desc, &plan->rows, &plan->cols, call);
     if (status == NJ_OK) status = nji_check_preference(ctx, pref, &plan->backend, call);
-    if (status == NJ_OK && plan->backend == NJ_BACKEND_HOST) status = nji_select_host(plan, pref, call);
+    if (status == NJ_OK && plan->backend == NJ_BACKEND_HOST)
+        status = nji_select_host(plan, pref, call);
     if (status == NJ_OK && plan->backend == NJ_BACKEND_CUDA) {
         nji_lock_enter(&ctx->lock);
-        status = nji_cuda_select(&ctx->cuda, &plan->desc, plan->rows, plan->cols, pref, &plan->cuda, call);
+        status = nji_cuda_select(&ctx->cuda, &plan->desc, plan->rows, plan->cols, pref, &plan->cuda,
+                                 call);
         nji_lock_leave(&ctx->lock);
         plan->workspace_bytes = plan->cuda.workspace_bytes;
     }
@@ -21052,7 +21288,8 @@ NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *o
         if (status != NJ_OK) return status;
         nji_bind(plan, &set, &problem);
     } else {
-        if (!plan) return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
+        if (!plan)
+            return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
         nji_bind_packed(plan, &problem);
     }
     out->op = (int32_t)plan->desc.op;
@@ -21109,11 +21346,13 @@ static nj_status nji_desc_shape(const nj_desc *desc, nji_kind kind, int32_t *ran
     return status;
 }
 
-NJ_API nj_status nj_desc_stat_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]) {
+NJ_API nj_status nj_desc_stat_shape(const nj_desc *desc, int32_t *rank,
+                                    int64_t shape[NJ_MAX_RANK]) {
     return nji_desc_shape(desc, NJI_STAT, rank, shape, "nj_desc_stat_shape");
 }
 
-NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]) {
+NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank,
+                                     int64_t shape[NJ_MAX_RANK]) {
     return nji_desc_shape(desc, NJI_PARAM, rank, shape, "nj_desc_param_shape");
 }
 

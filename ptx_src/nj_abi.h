@@ -28,7 +28,8 @@ typedef struct nji_problem {
     int reserved;
 } nji_problem;
 
-/* Threads of a block of the strided kernels, and most lanes over parts of the kernel that adds them. */
+/* Threads of a block of the strided kernels, and most lanes over parts of the kernel that adds
+ * them. */
 #define NJI_STRIDED_THREADS 256
 #define NJI_SUM_LANES 32
 

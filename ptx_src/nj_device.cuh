@@ -113,7 +113,7 @@ NJI_INLINE void nji_narrow_pair(nji_real low, nji_real high, nji_bf16 *out) {
 }
 #endif
 
-// ---- packs: N neighbouring elements, moved in accesses of up to 16 bytes -------------------------
+// ---- packs: N neighbouring elements, moved in accesses of up to 16 bytes ------------------------
 
 template <int BYTES> struct nji_word;
 template <> struct nji_word<2> {
@@ -181,9 +181,10 @@ NJI_INLINE void nji_store_any(nji_real value, void *data, nji_i64 index, int cod
     }
 }
 
-// ---- asking the L2 cache ahead -------------------------------------------------------------------
+// ---- asking the L2 cache ahead ------------------------------------------------------------------
 
-// Starts the way of `bytes` from memory to the L2 cache; only whole 16-byte pieces (sm_90 and later).
+// Starts the way of `bytes` from memory to the L2 cache; only whole 16-byte pieces (sm_90 and
+// later).
 NJI_INLINE void nji_fetch(const void *from, int bytes) {
 #if __CUDA_ARCH__ >= 900
     const unsigned long long address = (unsigned long long)__cvta_generic_to_global(from);
@@ -245,16 +246,17 @@ NJI_INLINE void nji_cluster_store(nji_real *shared, int rank, nji_real value) {
     if (sizeof(nji_real) == 4) {
         asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"((float)value) : "memory");
     } else {
-        asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(there), "d"((double)value) : "memory");
+        asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(there), "d"((double)value)
+                     : "memory");
     }
 }
 #endif
 
-// ---- dependent launch (sm_90 and later; nothing where the launch did not ask for it) -------------
+// ---- dependent launch (sm_90 and later; nothing where the launch did not ask for it) ------------
 
-// Every kernel begins with this. The next kernel of the stream may take its place on the device as soon
-// as all our blocks have one; we ourselves touch no memory until all earlier kernels have finished and
-// their writes are seen.
+// Every kernel begins with this. The next kernel of the stream may take its place on the device as
+// soon as all our blocks have one; we ourselves touch no memory until all earlier kernels have
+// finished and their writes are seen.
 NJI_INLINE void nji_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,17 +1,17 @@
 // Rows of unit-stride columns, kept in registers between the sums and the result: x and dy are read
 // from memory once.
 //
-// Mapping. A row is cut in NJI_SLICES slices, a block works on one slice; within it NJI_LANES threads
-// share a row, each with NJI_CHUNKS packs of NJI_VEC columns, a lane apart. Up to 32 lanes lie within a
-// warp, and a block works on several rows; more lanes are the whole block and one row.
-// Slices meet in a cluster (NJI_CLUSTER), or through the workspace in a second kernel (split kernels).
-// Blocks walk over rows with a stride of the grid; with NJI_PREFETCH they load the next row while they
-// work on one.
-// No atomics; the order of every sum is fixed. Offsets are 64-bit.
+// Mapping. A row is cut in NJI_SLICES slices, a block works on one slice; within it NJI_LANES
+// threads share a row, each with NJI_CHUNKS packs of NJI_VEC columns, a lane apart. Up to 32 lanes
+// lie within a warp, and a block works on several rows; more lanes are the whole block and one row.
+// Slices meet in a cluster (NJI_CLUSTER), or through the workspace in a second kernel (split
+// kernels). Blocks walk over rows with a stride of the grid; with NJI_PREFETCH they load the next
+// row while they work on one. No atomics; the order of every sum is fixed. Offsets are 64-bit.
 //
 // The build defines, beside the types: NJI_COLS, NJI_VEC, NJI_LANES, NJI_CHUNKS, NJI_THREADS,
-// NJI_SLICES, NJI_CLUSTER (0 or 1), NJI_BLOCKS (per multiprocessor, at least), NJI_P (parameter type),
-// NJI_PREFETCH (0 or 1), NJI_AHEAD (steps), NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
+// NJI_SLICES, NJI_CLUSTER (0 or 1), NJI_BLOCKS (per multiprocessor, at least), NJI_P (parameter
+// type), NJI_PREFETCH (0 or 1), NJI_AHEAD (rows that the L2 cache is asked for in advance),
+// NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
 
 #define NJI_ROWS (NJI_THREADS / NJI_LANES) // rows that a block works on
 #define NJI_WARPS ((NJI_LANES + 31) / 32)  // warps that share a row
@@ -133,8 +133,8 @@ NJI_INLINE void nji_row_sums(nji_real &a, nji_real &b, int &turn) {
 #endif
 }
 
-// A block's shared memory may be written by its peers only between its start and its end: all blocks of
-// a cluster meet at both.
+// A block's shared memory may be written by its peers only between its start and its end: all
+// blocks of a cluster meet at both.
 NJI_INLINE void nji_meet() {
 #if NJI_CLUSTER
     nji_cluster_sync();
@@ -150,9 +150,9 @@ NJI_INLINE nji_real nji_slice_cols(int slice) {
     return (nji_real)(left < NJI_WIDTH ? left : NJI_WIDTH);
 }
 
-// Mean and sum of squared deviations of `count` columns. Two passes over registers: one pass cancels
-// when |mean| >> std. The mean comes as center + shift: center is the sum's rounded mean, shift what
-// rounding lost.
+// Mean and sum of squared deviations of `count` columns. Two passes over registers: one pass
+// cancels when |mean| >> std. The mean comes as center + shift: center is the sum's rounded mean,
+// shift what rounding lost.
 NJI_INLINE void nji_moments(const nji_place &place, const nji_pack_x x[NJI_CHUNKS], nji_real count,
                             nji_real &center, nji_real &shift, nji_real &squares, int &turn) {
     nji_real sum = 0, unused = 0;
@@ -403,7 +403,8 @@ NJI_INLINE void nji_write_dx(const nji_problem &p, const nji_place &place, const
 // The block's rows are added, in a fixed order, and become one part of the workspace.
 NJI_INLINE void nji_write_part(const nji_problem &p, const nji_place &place,
                                nji_real gradient[NJI_CHUNKS][NJI_VEC], int which) {
-    nji_real *to = (nji_real *)p.partial + ((nji_i64)(blockIdx.x / NJI_SLICES) * 2 + which) * NJI_COLS;
+    const nji_i64 part = blockIdx.x / NJI_SLICES;
+    nji_real *to = (nji_real *)p.partial + (part * 2 + which) * NJI_COLS;
 #if NJI_ROWS > 1
     __shared__ nji_real total[NJI_WIDTH];
 #pragma unroll

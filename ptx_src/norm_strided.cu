@@ -1,10 +1,11 @@
-// Rows and columns of any strides and any number of dims: what the other families do not take, and the
-// fallback where nothing can be compiled.
+// Rows and columns of any strides and any number of dims: what the other families do not take, and
+// the fallback where nothing can be compiled.
 //
-// Mapping. Blocks of 256 threads work on p.row_lanes rows at a time, 256 / p.row_lanes threads to a row.
-// With p.rows_fast neighbouring threads take neighbouring rows (channels first), else neighbouring
-// columns: whichever lie closer in memory. rows, cols >= 0; x and dy are read again for each pass, mostly
-// from cache. No atomics; the order of every sum is fixed. Offsets are 64-bit.
+// Mapping. Blocks of 256 threads work on p.row_lanes rows at a time, 256 / p.row_lanes threads to a
+// row. With p.rows_fast neighbouring threads take neighbouring rows (channels first), else
+// neighbouring columns: whichever lie closer in memory. rows, cols >= 0; x and dy are read again
+// for each pass, mostly from cache. No atomics; the order of every sum is fixed. Offsets are
+// 64-bit.
 //
 // The build defines, beside the types: NJI_PARAM_CODE (as NJI_STAT_CODE, for the parameters),
 // NJI_FORWARD and NJI_BACKWARD (0 or 1: the kernels wanted).
@@ -40,8 +41,8 @@ NJI_INLINE void nji_row_sums(const nji_place &place, nji_real &a, nji_real &b) {
     b = tree[1][first];
 }
 
-NJI_INLINE nji_real nji_load_at(const nji_problem &p, const nji_operand &operand, nji_i64 row_offset,
-                                nji_i64 col) {
+NJI_INLINE nji_real nji_load_at(const nji_problem &p, const nji_operand &operand,
+                                nji_i64 row_offset, nji_i64 col) {
     return nji_widen(((const NJI_X *)operand.data)[row_offset + nji_col_offset(p, operand, col)]);
 }
 
@@ -54,7 +55,8 @@ NJI_INLINE nji_real nji_load_param(const nji_problem &p, const nji_operand &oper
 #if NJI_FORWARD
 
 // y, mean, rstd. y may be x. No columns: mean and rstd are 0/0.
-extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_forward(NJI_PARAMETER p) {
+extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)
+    nj_strided_forward(NJI_PARAMETER p) {
     nji_begin();
     const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);
     const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;
@@ -96,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_for
 
 // dx. dx may be x or dy: a thread reads an element again before it writes it, and no other reads it
 // after the sums.
-extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_backward(NJI_PARAMETER p) {
+extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)
+    nj_strided_backward(NJI_PARAMETER p) {
     nji_begin();
     const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);
     const nji_i64 step = (nji_i64)gridDim.x * p.row_lanes;
@@ -108,7 +111,8 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_bac
         nji_real sum_g = 0, sum_gx = 0;
 #pragma unroll 4
         for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {
-            const nji_real g = nji_load_at(p, p.dy, at.dy, col) * nji_load_param(p, p.gamma, col, 1);
+            const nji_real dy = nji_load_at(p, p.dy, at.dy, col);
+            const nji_real g = dy * nji_load_param(p, p.gamma, col, 1);
             sum_g += g;
             sum_gx += g * ((nji_load_at(p, p.x, at.x, col) - mean) * rstd);
         }
@@ -116,7 +120,8 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_bac
         const nji_real mean_g = sum_g / (nji_real)p.cols, mean_gx = sum_gx / (nji_real)p.cols;
         if (!is_row) continue;
         for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {
-            const nji_real g = nji_load_at(p, p.dy, at.dy, col) * nji_load_param(p, p.gamma, col, 1);
+            const nji_real dy = nji_load_at(p, p.dy, at.dy, col);
+            const nji_real g = dy * nji_load_param(p, p.gamma, col, 1);
             const nji_real xhat = (nji_load_at(p, p.x, at.x, col) - mean) * rstd;
             NJI_X *out = (NJI_X *)p.dx.data + at.out + nji_col_offset(p, p.dx, col);
             nji_real dx = rstd * (g - mean_g - xhat * mean_gx);
@@ -126,9 +131,10 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_bac
     }
 }
 
-// Parts of dgamma and dbeta. Grid: x over tiles of 256 / row_lanes columns, y over the parts, each a run
-// of rows. Launched before dx is written.
-extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS) nj_strided_parts(NJI_PARAMETER p) {
+// Parts of dgamma and dbeta. Grid: x over tiles of 256 / row_lanes columns, y over the parts, each
+// a run of rows. Launched before dx is written.
+extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)
+    nj_strided_parts(NJI_PARAMETER p) {
     nji_begin();
     __shared__ nji_real total[2][NJI_STRIDED_THREADS];
     const nji_place place = nji_my_place(p.row_lanes, p.rows_fast);
@@ -190,7 +196,9 @@ extern "C" __global__ void __launch_bounds__(32 * NJI_SUM_LANES) nj_params_sum(N
     tree[threadIdx.y][threadIdx.x] = sum;
     for (int half = blockDim.y / 2; half > 0; half /= 2) {
         __syncthreads();
-        if (threadIdx.y < half) tree[threadIdx.y][threadIdx.x] += tree[threadIdx.y + half][threadIdx.x];
+        if (threadIdx.y < half) {
+            tree[threadIdx.y][threadIdx.x] += tree[threadIdx.y + half][threadIdx.x];
+        }
     }
     if (threadIdx.y != 0 || col >= p.cols) return;
     sum = tree[0][threadIdx.x];

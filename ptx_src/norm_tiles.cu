@@ -1,20 +1,21 @@
 // Channels first: neighbouring rows lie next to each other, columns are strided (NCHW, axis 1).
 //
 // Mapping. A tile is NJI_ROW_LANES * NJI_VEC neighbouring rows by all columns; a block keeps it in
-// registers, so x and dy are read from memory once. A thread takes NJI_VEC neighbouring rows in one access
-// and NJI_CHUNKS columns, NJI_COL_LANES apart; row lanes are the fastest index. Tiles run along the last
-// row dim and end with it; blocks walk over tiles with a stride of the grid. rows >= 1, one col dim.
-// No atomics; the order of every sum is fixed. Offsets are 64-bit.
+// registers, so x and dy are read from memory once. A thread takes NJI_VEC neighbouring rows in one
+// access and NJI_CHUNKS columns, NJI_COL_LANES apart; row lanes are the fastest index. Tiles run
+// along the last row dim and end with it; blocks walk over tiles with a stride of the grid. rows >=
+// 1, one col dim. No atomics; the order of every sum is fixed. Offsets are 64-bit.
 //
 // The build defines, beside the types: NJI_COLS, NJI_VEC, NJI_ROW_LANES, NJI_COL_LANES, NJI_CHUNKS,
-// NJI_BLOCKS (per multiprocessor, at least), NJI_P (parameter type), NJI_FORWARD (0 or 1), NJI_HAS_GAMMA,
-// NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
+// NJI_BLOCKS (per multiprocessor, at least), NJI_P (parameter type), NJI_FORWARD (0 or 1),
+// NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
 
 #define NJI_THREADS (NJI_ROW_LANES * NJI_COL_LANES)
 #define NJI_WARPS (NJI_THREADS / 32)
 #define NJI_TILE (NJI_ROW_LANES * NJI_VEC) // rows of a tile
 
-// A warp holds 32 / NJI_ROW_LANES columns: its lanes halve their 2 * NJI_VEC values that many times.
+// A warp holds 32 / NJI_ROW_LANES columns: its lanes halve their 2 * NJI_VEC values that many
+// times.
 #define NJI_HALVINGS (NJI_ROW_LANES == 32 ? 0 : NJI_ROW_LANES == 16 ? 1 : NJI_ROW_LANES == 8 ? 2 : \
                       NJI_ROW_LANES == 4 ? 3 : NJI_ROW_LANES == 2 ? 4 : 5)
 #define NJI_HELD ((2 * NJI_VEC >> NJI_HALVINGS) > 0 ? 2 * NJI_VEC >> NJI_HALVINGS : 1)
@@ -157,7 +158,8 @@ NJI_KERNEL nj_tiles_forward(NJI_PARAMETER p) {
             for (int i = 0; i < NJI_VEC; i++) sum[i] += value[i];
         }
         nji_tile_sums(place, sum, unused);
-        // Two passes: one pass cancels when |mean| >> std. The shift is what rounding took from center.
+        // Two passes: one pass cancels when |mean| >> std. The shift is what rounding took from
+        // center.
 #pragma unroll
         for (int i = 0; i < NJI_VEC; i++) center[i] = sum[i] / count;
 #pragma unroll
@@ -220,7 +222,8 @@ NJI_KERNEL nj_tiles_forward(NJI_PARAMETER p) {
 #define NJI_WANT_DBETA ((NJI_GRADS & 4) != 0)
 #define NJI_WANT_X (NJI_WANT_DX || NJI_WANT_DGAMMA)
 
-// A parameter gradient of a column, summed over the row lanes, to the block's part of the workspace.
+// A parameter gradient of a column, summed over the row lanes, to the block's part of the
+// workspace.
 NJI_INLINE void nji_write_part(const nji_problem &p, const nji_place &place,
                                nji_real gradient[NJI_CHUNKS], int which) {
     nji_real *to = (nji_real *)p.partial + ((nji_i64)blockIdx.x * 2 + which) * NJI_COLS;
@@ -256,9 +259,10 @@ NJI_KERNEL nj_tiles_backward(NJI_PARAMETER p) {
         for (int i = 0; i < NJI_VEC; i++) {
             sum_g[i] = sum_gx[i] = mean[i] = rstd[i] = 0;
             if (NJI_WANT_X && place.rows) {
-                const int last = p.row_dims - 1;
-                mean[i] = nji_load_any(p.mean.data, at.mean + i * p.mean.stride[last], NJI_STAT_CODE);
-                rstd[i] = nji_load_any(p.rstd.data, at.rstd + i * p.rstd.stride[last], NJI_STAT_CODE);
+                const nji_i64 mean_at = at.mean + i * p.mean.stride[p.row_dims - 1];
+                const nji_i64 rstd_at = at.rstd + i * p.rstd.stride[p.row_dims - 1];
+                mean[i] = nji_load_any(p.mean.data, mean_at, NJI_STAT_CODE);
+                rstd[i] = nji_load_any(p.rstd.data, rstd_at, NJI_STAT_CODE);
             }
         }
 #pragma unroll

@@ -192,7 +192,8 @@ static int is_served_by(const nji_tuning *row, const nj_desc *desc, int arch) {
 static int desc_served_by(const nji_tuning *row, nj_dtype dtype, int arch, nj_desc *desc) {
     nj_op op = row->forward ? NJ_OP_LAYER_NORM_FORWARD : NJ_OP_LAYER_NORM_BACKWARD;
     int64_t kept = (int64_t)row->elements * row->max_lanes * row->max_slices;
-    *desc = desc_of(op, dtype, NJ_DTYPE_UNSET, nji_min_i64(kept, row->max_cols), 0);
+    int64_t cols = nji_min_i64(kept, row->max_cols) - (row->max_access < 16); /* odd: narrow */
+    *desc = desc_of(op, dtype, NJ_DTYPE_UNSET, cols, 0);
     if (is_served_by(row, desc, arch)) return 1;
     *desc = desc_of(op, dtype, NJ_DTYPE_UNSET, 1 << 20, 0);
     return is_served_by(row, desc, arch);

@@ -62,11 +62,11 @@ typedef enum nj_dtype { NJ_DTYPE_UNSET = 0, NJ_F16, NJ_BF16, NJ_F32, NJ_F64 } nj
 /* A view of a buffer. Element (i0, i1, ...) is data[offset + i0*stride[0] + i1*stride[1] + ...].
    Axes of extent 1 ignore their stride. */
 typedef struct nj_tensor {
-    void *data;                  /* start of the buffer, aligned to its element type */
-    int64_t offset;              /* elements from data to element (0, 0, ...) */
-    int64_t count;               /* elements in the buffer; 0 = not known, then reach is unchecked */
-    int32_t rank;                /* 1..NJ_MAX_RANK */
-    int64_t shape[NJ_MAX_RANK];  /* extents */
+    void *data;                 /* start of the buffer, aligned to its element type */
+    int64_t offset;             /* elements from data to element (0, 0, ...) */
+    int64_t count;              /* elements in the buffer; 0 = not known, then reach is unchecked */
+    int32_t rank;               /* 1..NJ_MAX_RANK */
+    int64_t shape[NJ_MAX_RANK]; /* extents */
     int64_t stride[NJ_MAX_RANK]; /* elements, not bytes */
 } nj_tensor;
 
@@ -97,13 +97,13 @@ typedef struct nj_desc {
     int64_t shape[NJ_MAX_RANK]; /* extents of x; 0 is legal: no rows, or no columns */
     nj_op op;                   /* required */
     nj_dtype dtype;             /* required: x, y, dy, dx */
-    nj_dtype param_dtype;       /* gamma, beta, dgamma, dbeta; default dtype; f64 only with dtype f64 */
-    nj_dtype stat_dtype;        /* mean, rstd: f32 (default) or dtype; f64 always with dtype f64 */
-    int32_t has_gamma;          /* 0: gamma = 1 */
-    int32_t has_beta;           /* 0: beta = 0 */
-    double eps;                 /* forward only: finite, >= 0, used as given (0 means 0) */
-    uint32_t grads;             /* backward: NJ_GRAD_*; default dx, and what has_gamma, has_beta imply */
-    uint32_t accumulate;        /* backward: those of grads that are added to, not overwritten */
+    nj_dtype param_dtype; /* gamma, beta, dgamma, dbeta; default dtype; f64 only with dtype f64 */
+    nj_dtype stat_dtype;  /* mean, rstd: f32 (default) or dtype; f64 always with dtype f64 */
+    int32_t has_gamma;    /* 0: gamma = 1 */
+    int32_t has_beta;     /* 0: beta = 0 */
+    double eps;           /* forward only: finite, >= 0, used as given (0 means 0) */
+    uint32_t grads;       /* backward: NJ_GRAD_*; default dx, and what has_gamma, has_beta imply */
+    uint32_t accumulate;  /* backward: those of grads that are added to, not overwritten */
 } nj_desc;
 
 /* What the choice of a kernel must respect. Zero: no demand. A demand that cannot be met makes
@@ -111,25 +111,25 @@ typedef struct nj_desc {
 typedef struct nj_preference {
     uint64_t max_workspace_bytes; /* 0 = no limit */
     int32_t deterministic;        /* 1: equal bits on every run with equal inputs */
-    int32_t batch_invariant;      /* 1: y, dx, mean, rstd of a row do not depend on the other rows */
-    int32_t allow_arch_specific;  /* 1: may compile for sm_90a and the like */
-    nj_backend prefer_backend;    /* AUTO: the ctx's. HOST is open to any ctx */
+    int32_t batch_invariant;     /* 1: y, dx, mean, rstd of a row do not depend on the other rows */
+    int32_t allow_arch_specific; /* 1: may compile for sm_90a and the like */
+    nj_backend prefer_backend;   /* AUTO: the ctx's. HOST is open to any ctx */
 } nj_preference;
 
-/* Operands of one run. A tensor of x's shape has x's rank and extents; a statistic has x's rank with
-   extent 1 at every normalized axis (nj_desc_stat_shape); a parameter has the normalized axes'
+/* Operands of one run. A tensor of x's shape has x's rank and extents; a statistic has x's rank
+   with extent 1 at every normalized axis (nj_desc_stat_shape); a parameter has the normalized axes'
    extents in their order (nj_desc_param_shape). Strides are free; see nj_plan_run for aliasing. */
 typedef struct nj_args {
     nj_const_tensor x;     /* x's shape */
     nj_const_tensor dy;    /* x's shape; backward */
     nj_const_tensor gamma; /* parameter; when has_gamma */
     nj_const_tensor beta;  /* parameter; forward, when has_beta */
-    nj_tensor mean;        /* statistic; forward writes it (data NULL: not wanted), backward reads it */
-    nj_tensor rstd;        /* statistic; likewise */
-    nj_tensor y;           /* x's shape; forward */
-    nj_tensor dx;          /* x's shape; backward, when in grads */
-    nj_tensor dgamma;      /* parameter; backward, when in grads */
-    nj_tensor dbeta;       /* parameter; backward, when in grads */
+    nj_tensor mean;   /* statistic; forward writes it (data NULL: not wanted), backward reads it */
+    nj_tensor rstd;   /* statistic; likewise */
+    nj_tensor y;      /* x's shape; forward */
+    nj_tensor dx;     /* x's shape; backward, when in grads */
+    nj_tensor dgamma; /* parameter; backward, when in grads */
+    nj_tensor dbeta;  /* parameter; backward, when in grads */
 } nj_args;
 
 typedef enum nj_layout {
@@ -157,17 +157,18 @@ typedef struct nj_sku {
     int32_t arch_specific; /* 1: sm_90a and the like */
     int32_t math;          /* nj_dtype of arithmetic and accumulators */
     int32_t grads, accumulate;
-    int32_t threads;       /* per block; 0 on the host */
-    int32_t vector_bytes;  /* width of one memory access of x */
+    int32_t threads;      /* per block; 0 on the host */
+    int32_t vector_bytes; /* width of one memory access of x */
     char kernel[48];
 } nj_sku;
 
 /* What a plan guarantees for every layout that it serves. */
 typedef struct nj_precision {
-    int32_t math, accumulator;            /* nj_dtype */
-    int32_t deterministic;                /* equal inputs, equal bits, run after run */
-    int32_t bit_stable_on_same_hardware;  /* also across processes (host: any thread count) */
-    int32_t batch_invariant;              /* a row's y, dx, mean, rstd do not depend on other rows */
+    int32_t math, accumulator;           /* nj_dtype */
+    int32_t deterministic;               /* equal inputs, equal bits, run after run */
+    int32_t bit_stable_on_same_hardware; /* also across processes (host: any thread count) */
+    int32_t batch_invariant; /* a row's y, dx, mean, rstd do not depend on the other rows, nor on
+                                how many there are, as long as its own strides stay the same */
 } nj_precision;
 
 /* Counts since the ctx was made. */
@@ -183,45 +184,48 @@ typedef enum nj_log_level { NJ_LOG_INFO = 0, NJ_LOG_WARNING } nj_log_level;
 typedef void (*nj_log_fn)(void *user, nj_log_level level, const char *text);
 
 /* Bits of nj_ctx_desc.flags. */
-#define NJ_CTX_CHECK_POINTERS 1u /* run asks the driver where each operand lives (some us a call) */
+#define NJ_CTX_CHECK_POINTERS 1u /* run asks the driver where operands live: some us a call */
 #define NJ_CTX_FALLBACK_PTX 2u   /* do not look for NVRTC: use the embedded PTX */
 
 typedef struct nj_ctx_desc {
-    int32_t device;              /* CUDA device ordinal */
-    uint32_t flags;              /* NJ_CTX_* */
-    nj_backend backend;          /* AUTO: CUDA when it can be used, else host */
-    const char *cache_dir;       /* NULL: no disk cache; made when missing (nj_default_cache_dir) */
-    uint64_t cache_max_bytes;    /* bound of the disk cache; 0 = 256 MiB */
-    const char *driver_path;     /* NULL: the system's libcuda / nvcuda.dll */
-    const char *nvrtc_path;      /* NULL: searched for; else this file and no other */
-    nj_log_fn log;               /* NULL: silent. May be called from any thread that calls us */
+    int32_t device;           /* CUDA device ordinal */
+    uint32_t flags;           /* NJ_CTX_* */
+    nj_backend backend;       /* AUTO: CUDA when it can be used, else host */
+    const char *cache_dir;    /* NULL: no disk cache; made when missing (nj_default_cache_dir) */
+    uint64_t cache_max_bytes; /* bound of the disk cache; 0 = 256 MiB */
+    const char *driver_path;  /* NULL: the system's libcuda / nvcuda.dll */
+    const char *nvrtc_path;   /* NULL: searched for; else this file and no other */
+    nj_log_fn log;            /* NULL: silent. May be called from any thread that calls us */
     void *log_user;
 } nj_ctx_desc;
 
 typedef struct nj_error_info {
-    int32_t status;        /* nj_status of this thread's last failing call */
-    int32_t driver_error;  /* CUresult or nvrtcResult behind it, 0 when none */
-    uint64_t needed, got;  /* BUFFER_TOO_SMALL: elements. WORKSPACE_TOO_SMALL, max_workspace_bytes: bytes */
+    int32_t status;       /* nj_status of this thread's last failing call */
+    int32_t driver_error; /* CUresult or nvrtcResult behind it, 0 when none */
+    uint64_t needed,
+        got; /* BUFFER_TOO_SMALL: elements. WORKSPACE_TOO_SMALL, max_workspace_bytes: bytes */
 } nj_error_info;
 
 /* ---- contexts ------------------------------------------------------------------------------- */
 
-/* Makes a ctx. desc NULL = all defaults. A CUDA ctx binds to the CUDA context current in this thread
-   when that is one of desc->device's, else it retains the device's primary context until it is gone.
-   Errors: INVALID_ARGUMENT; LIBRARY_NOT_FOUND (no driver); UNSUPPORTED (no such device, too old a
-   driver or device); DRIVER; OUT_OF_MEMORY. With AUTO a CUDA failure is logged and gives a host ctx.
-   A missing NVRTC is no failure here: the embedded PTX serves. *out is NULL on failure. */
+/* Makes a ctx. desc NULL = all defaults. A CUDA ctx binds to the CUDA context current in this
+   thread when that is one of desc->device's, else it retains the device's primary context until it
+   is gone. Errors: INVALID_ARGUMENT; LIBRARY_NOT_FOUND (no driver); UNSUPPORTED (no such device,
+   too old a driver or device); DRIVER; OUT_OF_MEMORY. With AUTO a CUDA failure is logged and gives
+   a host ctx. A missing NVRTC is no failure here: the embedded PTX serves. *out is NULL on failure.
+ */
 NJ_API nj_status nj_ctx_create(nj_ctx **out, const nj_ctx_desc *desc);
 
-/* Releases the caller's hold. Plans stay valid: the ctx goes with the last of them. NULL is a no-op.
-   The caller sees to it that no run of its plans is still executing when the last one goes. */
+/* Releases the caller's hold. Plans stay valid: the ctx goes with the last of them. NULL is a
+   no-op. The caller sees to it that no run of its plans is still executing when the last one goes.
+ */
 NJ_API void nj_ctx_destroy(nj_ctx *ctx);
 
 /* NJ_BACKEND_CUDA or NJ_BACKEND_HOST; NJ_BACKEND_AUTO for NULL. Any thread. */
 NJ_API nj_backend nj_ctx_backend(const nj_ctx *ctx);
 
-/* One line about the ctx: backend, device, driver, NVRTC; for logs and bug reports. The text lives as
-   long as the ctx. Any thread. */
+/* One line about the ctx: backend, device, driver, NVRTC; for logs and bug reports. The text lives
+   as long as the ctx. Any thread. */
 NJ_API const char *nj_ctx_info(const nj_ctx *ctx);
 
 /* Copies the counters. Errors: INVALID_ARGUMENT. Any thread. */
@@ -235,8 +239,8 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size);
 /* ---- plans ---------------------------------------------------------------------------------- */
 
 /* Descriptor -> plan; compiles here, or hits a cache. pref NULL = no demands. The ctx's caches are
-   locked: any thread may call, one compiles at a time. Not during stream capture in this thread or of
-   the legacy stream: UNSUPPORTED. Errors: INVALID_ARGUMENT, INVALID_PROBLEM, UNSUPPORTED,
+   locked: any thread may call, one compiles at a time. Not during stream capture in this thread or
+   of the legacy stream: UNSUPPORTED. Errors: INVALID_ARGUMENT, INVALID_PROBLEM, UNSUPPORTED,
    COMPILE_FAILED, DRIVER, OUT_OF_MEMORY. *out is NULL on failure. */
 NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
                                 const nj_preference *pref);
@@ -244,29 +248,32 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
 /* NULL is a no-op. The caller sees to it that no run of the plan is still executing. */
 NJ_API void nj_plan_destroy(nj_plan *plan);
 
-/* Every check that nj_plan_run makes (all but workspace and stream), and nothing else. Any thread. */
+/* Every check that nj_plan_run makes (all but workspace and stream), and nothing else. Any thread.
+ */
 NJ_API nj_status nj_plan_can_implement(const nj_plan *plan, const nj_args *args);
 
-/* Bytes of workspace for one run; may be 0. Its address: a multiple of 256 for CUDA (what cuMemAlloc
-   gives), of 16 on the host (what malloc gives). Contents irrelevant before and after. 0 for NULL. */
+/* Bytes of workspace for one run; may be 0. Its address: a multiple of 256 for CUDA (what
+   cuMemAlloc gives), of 16 on the host (what malloc gives). Contents irrelevant before and after. 0
+   for NULL. */
 NJ_API size_t nj_plan_workspace_size(const nj_plan *plan);
 
-/* CUDA: enqueues on stream (a CUstream or cudaStream_t; NULL = the legacy default stream) and returns.
-   Host: computes before it returns; stream is ignored. Never compiles, allocates, synchronises or reads
-   the environment: legal in stream capture, and from many threads on one plan, each run with its own
-   workspace until that run is done.
-   Aliasing: an output may be the same view (data, offset, strides) as an input of its shape and type:
-   y as x; dx as x or dy. Every other overlap of an output with an operand is an error where the
-   addresses and strides prove it. Outputs need positive strides and may not overlap themselves.
-   NaN and Inf propagate as the formulas say, within their row and into the parameter gradients.
-   No rows: dgamma and dbeta become 0 (or stay, when accumulating). No columns: mean and rstd become
+/* CUDA: enqueues on stream (a CUstream or cudaStream_t; NULL = the legacy default stream) and
+   returns. Host: computes before it returns; stream is ignored. Never compiles, allocates,
+   synchronises or reads the environment: legal in stream capture, and from many threads on one
+   plan, each run with its own workspace until that run is done. Aliasing: an output may be the same
+   view (data, offset, strides) as an input of its shape and type: y as x; dx as x or dy. Every
+   other overlap of an output with an operand is an error where the addresses and strides prove it.
+   Outputs need positive strides that nest: by growing stride, each steps past all that the smaller
+   ones reach, so that an output does not overlap itself. Operands without elements may be NULL. NaN
+   and Inf propagate as the formulas say, within their row and into the parameter gradients. No
+   rows: dgamma and dbeta become 0 (or stay, when accumulating). No columns: mean and rstd become
    NaN (the mean of nothing), all else is empty. One column: dx is 0.
    Errors: those of the checks, before anything is written; DRIVER. */
 NJ_API nj_status nj_plan_run(const nj_plan *plan, const nj_args *args, void *workspace,
                              size_t workspace_size, void *stream);
 
-/* The kernel that runs for these args; args NULL = for packed operands. Errors: INVALID_ARGUMENT and,
-   with args, those of nj_plan_can_implement. *out is zeroed on failure. Any thread. */
+/* The kernel that runs for these args; args NULL = for packed operands. Errors: INVALID_ARGUMENT
+   and, with args, those of nj_plan_can_implement. *out is zeroed on failure. Any thread. */
 NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *out);
 
 /* Errors: INVALID_ARGUMENT. Any thread. */
@@ -277,7 +284,8 @@ NJ_API nj_status nj_plan_precision(const nj_plan *plan, nj_precision *out);
 /* All three check the descriptor's rank, shape and axes. Errors: INVALID_ARGUMENT. Any thread. */
 NJ_API nj_status nj_desc_cols(const nj_desc *desc, int64_t *cols);
 NJ_API nj_status nj_desc_stat_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]);
-NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]);
+NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank,
+                                     int64_t shape[NJ_MAX_RANK]);
 
 /* Row-major views of a whole buffer: offset 0, count = product of the extents. Given NULL data, a
    rank outside 1..NJ_MAX_RANK or an overflowing shape they return a view that the checks reject. */
@@ -293,8 +301,8 @@ NJ_API size_t nj_dtype_size(nj_dtype dtype);
 /* "NJ_OK", "NJ_INVALID_ARGUMENT", ...; "unknown nj_status" for anything else. Any thread. */
 NJ_API const char *nj_status_string(nj_status status);
 
-/* The text of this thread's last failing call: `function: field = value: rule`. "" when none has failed.
-   It lives until this thread's next failing call. */
+/* The text of this thread's last failing call: `function: field = value: rule`. "" when none has
+   failed. It lives until this thread's next failing call. */
 NJ_API const char *nj_last_error(void);
 NJ_API void nj_last_error_info(nj_error_info *out);
 

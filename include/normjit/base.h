@@ -18,7 +18,8 @@
 
 /* ---- what the user may define --------------------------------------------------------------- */
 
-/* NJ_MALLOC(bytes) and NJ_FREE(pointer) go together; the result is aligned as malloc's is. */
+/* NJ_MALLOC(bytes) and NJ_FREE(pointer) go together; the result is aligned as malloc's is, and
+   freeing NULL does nothing. */
 #ifndef NJ_MALLOC
 #define NJ_MALLOC(bytes) malloc(bytes)
 #define NJ_FREE(pointer) free(pointer)
@@ -46,7 +47,8 @@
 #define NJI_STATIC_ASSERT(condition, text) typedef char nji_assert_[(condition) ? 1 : -1]
 #endif
 
-NJI_STATIC_ASSERT(sizeof(nji_problem) == NJI_PROBLEM_BYTES, "host and device disagree on nji_problem");
+NJI_STATIC_ASSERT(sizeof(nji_problem) == NJI_PROBLEM_BYTES,
+                  "host and device disagree on nji_problem");
 
 /* ---- the thread's last error ---------------------------------------------------------------- */
 
@@ -75,8 +77,8 @@ static nj_status nji_fail_sized(nj_status status, uint64_t needed, uint64_t got,
 #define nji_fail(status, ...) nji_fail_sized(status, 0, 0, __VA_ARGS__)
 
 static nj_status nji_out_of_memory(const char *call, size_t bytes) {
-    return nji_fail_sized(NJ_OUT_OF_MEMORY, bytes, 0, "%s: %zu bytes of host memory could not be had",
-                          call, bytes);
+    return nji_fail_sized(NJ_OUT_OF_MEMORY, bytes, 0,
+                          "%s: %zu bytes of host memory could not be had", call, bytes);
 }
 
 /* ---- checked arithmetic --------------------------------------------------------------------- */
@@ -85,7 +87,8 @@ static nj_status nji_out_of_memory(const char *call, size_t bytes) {
 static int nji_mul_i64(int64_t a, int64_t b, int64_t *out) {
     if (a != 0 && b != 0) {
         if (a > 0 ? (b > 0 ? a > INT64_MAX / b : b < INT64_MIN / a)
-                  : (b > 0 ? a < INT64_MIN / b : b < INT64_MAX / a)) return 0;
+                  : (b > 0 ? a < INT64_MIN / b : b < INT64_MAX / a))
+            return 0;
     }
     *out = a * b;
     return 1;

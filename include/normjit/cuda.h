@@ -13,7 +13,7 @@ typedef struct nji_cuda {
     nji_driver driver;
     nji_jit jit;
     nji_device_facts facts;
-    int ordinal;           /* of the device */
+    int ordinal;          /* of the device */
     nji_cu_device device; /* the device's number and the driver's handle */
     char name[96];
     nji_cu_context context;
@@ -54,7 +54,8 @@ static void nji_cuda_leave(const nji_cuda *cuda, int pushed) {
     if (pushed) cuda->driver.cuCtxPopCurrent(&popped);
 }
 
-static nj_status nji_cuda_attribute(const nji_cuda *cuda, int attribute, int *value, const char *call) {
+static nj_status nji_cuda_attribute(const nji_cuda *cuda, int attribute, int *value,
+                                    const char *call) {
     int result = cuda->driver.cuDeviceGetAttribute(value, attribute, cuda->device);
     return result == 0 ? NJ_OK
                        : nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetAttribute");
@@ -68,8 +69,8 @@ static nj_status nji_cuda_find_device(nji_cuda *cuda, const nj_ctx_desc *desc, c
     result = cuda->driver.cuDeviceGetCount(&count);
     if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDeviceGetCount");
     if (desc->device >= count) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: the driver sees %d CUDA device(s)", call,
-                        (int)desc->device, count);
+        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: the driver sees %d CUDA device(s)",
+                        call, (int)desc->device, count);
     }
     cuda->ordinal = desc->device;
     result = cuda->driver.cuDeviceGet(&cuda->device, desc->device);
@@ -79,13 +80,14 @@ static nj_status nji_cuda_find_device(nji_cuda *cuda, const nj_ctx_desc *desc, c
     status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MAJOR, &major, call);
     if (status == NJ_OK) status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_CC_MINOR, &minor, call);
     if (status == NJ_OK) {
-        status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_MULTIPROCESSORS, &cuda->facts.multiprocessors,
-                                    call);
+        status = nji_cuda_attribute(cuda, NJI_CU_DEVICE_MULTIPROCESSORS,
+                                    &cuda->facts.multiprocessors, call);
     }
     if (status != NJ_OK) return status;
     cuda->facts.arch = major * 10 + minor;
     if (cuda->facts.arch < NJI_LEAST_ARCH) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.device = %d: %s is sm_%d: sm_%d or later is needed", call,
+        return nji_fail(NJ_UNSUPPORTED,
+                        "%s: desc.device = %d: %s is sm_%d: sm_%d or later is needed", call,
                         (int)desc->device, cuda->name, cuda->facts.arch, NJI_LEAST_ARCH);
     }
     return NJ_OK;
@@ -101,7 +103,8 @@ static nj_status nji_cuda_find_context(nji_cuda *cuda, const char *call) {
         return NJ_OK;
     }
     result = cuda->driver.cuDevicePrimaryCtxRetain(&cuda->context, cuda->device);
-    if (result != 0) return nji_driver_fail(&cuda->driver, result, call, "cuDevicePrimaryCtxRetain");
+    if (result != 0)
+        return nji_driver_fail(&cuda->driver, result, call, "cuDevicePrimaryCtxRetain");
     cuda->retained = 1;
     return NJ_OK;
 }
@@ -138,9 +141,10 @@ static nj_status nji_cuda_open(nji_cuda *cuda, const nj_ctx_desc *desc, const ch
 }
 
 static void nji_cuda_describe(const nji_cuda *cuda, char *text, size_t size) {
-    int used = snprintf(text, size, "CUDA device %d: %s (sm_%d, %d multiprocessors), driver %d.%d, ",
-                        cuda->ordinal, cuda->name, cuda->facts.arch, cuda->facts.multiprocessors,
-                        cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
+    int used =
+        snprintf(text, size, "CUDA device %d: %s (sm_%d, %d multiprocessors), driver %d.%d, ",
+                 cuda->ordinal, cuda->name, cuda->facts.arch, cuda->facts.multiprocessors,
+                 cuda->driver.version / 1000, cuda->driver.version % 1000 / 10);
     if (used < 0 || (size_t)used >= size) return;
     if (cuda->jit.has_nvrtc) {
         snprintf(text + used, size - (size_t)used, "NVRTC %d.%d", cuda->jit.nvrtc.major,
@@ -163,8 +167,8 @@ static nj_status nji_capture_fail(const char *call) {
 }
 
 /* Loads an image and adds it to the cache. */
-static nj_status nji_cuda_load(nji_cuda *cuda, const void *image, nji_module *module, const char *what,
-                               const char *call) {
+static nj_status nji_cuda_load(nji_cuda *cuda, const void *image, nji_module *module,
+                               const char *what, const char *call) {
     char log[2048];
     int option[2] = {NJI_CU_JIT_ERROR_LOG, NJI_CU_JIT_ERROR_LOG_BYTES};
     void *value[2];
@@ -220,7 +224,8 @@ static nj_status nji_cuda_compiled(nji_cuda *cuda, const nji_jit_request *reques
     status = nji_jit_image(&cuda->jit, request, &image, call);
     if (status != NJ_OK) return status;
     module = nji_new_module(key, NJ_SOURCE_NVRTC, call);
-    status = module ? nji_cuda_load(cuda, image.data, module, request->name, call) : NJ_OUT_OF_MEMORY;
+    status =
+        module ? nji_cuda_load(cuda, image.data, module, request->name, call) : NJ_OUT_OF_MEMORY;
     nji_image_free(&image);
     if (status != NJ_OK) {
         NJ_FREE(module);
@@ -276,12 +281,18 @@ typedef struct nji_fast_program {
 
 static const nji_fast_program *nji_fast_program_of(const nji_choice *choice) {
     static const nji_fast_program program[] = {
-        {"norm_rows.cu", nji_program_rows, NJI_PROGRAM_ROWS_HASH,
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
          {{"nj_rows_backward", NULL}, {"nj_rows_forward", NULL}}},
-        {"norm_rows.cu", nji_program_rows, NJI_PROGRAM_ROWS_HASH,
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
          {{"nj_split_backward_sums", "nj_split_backward_write"},
           {"nj_split_forward_sums", "nj_split_forward_write"}}},
-        {"norm_tiles.cu", nji_program_tiles, NJI_PROGRAM_TILES_HASH,
+        {"norm_tiles.cu",
+         nji_program_tiles,
+         NJI_PROGRAM_TILES_HASH,
          {{"nj_tiles_backward", NULL}, {"nj_tiles_forward", NULL}}}};
     return &program[choice->family];
 }
@@ -366,15 +377,18 @@ static nj_status nji_cuda_select_kernels(nji_cuda *cuda, nji_cuda_plan *plan, in
 /* A driver older than NVRTC may refuse what that makes. The embedded PTX is for any driver. */
 static int nji_is_refusal(nj_status status) {
     int error = nji_last.info.driver_error;
-    return status == NJ_DRIVER && (error == NJI_CU_NO_BINARY_FOR_GPU || error == NJI_CU_INVALID_PTX ||
-                                   error == NJI_CU_UNSUPPORTED_PTX_VERSION);
+    return status == NJ_DRIVER &&
+           (error == NJI_CU_NO_BINARY_FOR_GPU || error == NJI_CU_INVALID_PTX ||
+            error == NJI_CU_UNSUPPORTED_PTX_VERSION);
 }
 
 static nj_status nji_cuda_check_capture(const nji_cuda *cuda, const char *call) {
     int capturing = NJI_CU_CAPTURE_NONE;
     int result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
-    if (nji_is_capture_error(result) || capturing != NJI_CU_CAPTURE_NONE) return nji_capture_fail(call);
-    return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
+    if (nji_is_capture_error(result) || capturing != NJI_CU_CAPTURE_NONE)
+        return nji_capture_fail(call);
+    return result == 0 ? NJ_OK
+                       : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
 }
 
 /* The caller holds the ctx's lock. */
@@ -419,17 +433,19 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
         int ordinal = 0;
         if (views[i].empty) continue;
         if (cuda->driver.cuPointerGetAttribute(&type, NJI_CU_POINTER_MEMORY_TYPE, address) != 0) {
-            status = nji_fail(NJ_INVALID_ARGUMENT,
-                              "%s: args.%s.data = %p: host memory that the driver does not know: a CUDA "
-                              "plan needs device memory",
-                              call, views[i].name, views[i].data);
+            status =
+                nji_fail(NJ_INVALID_ARGUMENT,
+                         "%s: args.%s.data = %p: host memory that the driver does not know: a CUDA "
+                         "plan needs device memory",
+                         call, views[i].name, views[i].data);
         } else if (type == NJI_CU_MEMORY_DEVICE &&
-                   cuda->driver.cuPointerGetAttribute(&ordinal, NJI_CU_POINTER_DEVICE_ORDINAL, address) ==
-                       0 &&
+                   cuda->driver.cuPointerGetAttribute(&ordinal, NJI_CU_POINTER_DEVICE_ORDINAL,
+                                                      address) == 0 &&
                    ordinal != cuda->ordinal) {
-            status = nji_fail(NJ_INVALID_ARGUMENT,
-                              "%s: args.%s.data = %p: memory of device %d: the plan is for device %d", call,
-                              views[i].name, views[i].data, ordinal, cuda->ordinal);
+            status =
+                nji_fail(NJ_INVALID_ARGUMENT,
+                         "%s: args.%s.data = %p: memory of device %d: the plan is for device %d",
+                         call, views[i].name, views[i].data, ordinal, cuda->ordinal);
         }
     }
     nji_cuda_leave(cuda, pushed);
@@ -439,7 +455,8 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
 /* ---- run ------------------------------------------------------------------------------------ */
 
 /* Address and strides of `dims` dims allow accesses of `bytes`. */
-static int nji_is_aligned(const nji_operand *operand, int dims, int64_t bytes, int64_t element_bytes) {
+static int nji_is_aligned(const nji_operand *operand, int dims, int64_t bytes,
+                          int64_t element_bytes) {
     int d;
     if ((uintptr_t)operand->data % (uintptr_t)bytes != 0) return 0;
     for (d = 0; d < dims; d++) {
@@ -475,7 +492,8 @@ static int nji_fits_tiles(const nji_problem *problem, const nji_operand *operand
 }
 
 /* Whether the tiles kernels take these operands. */
-static int nji_takes_tiles(const nji_cuda_plan *plan, const nji_problem *problem, nj_layout layout) {
+static int nji_takes_tiles(const nji_cuda_plan *plan, const nji_problem *problem,
+                           nj_layout layout) {
     int64_t size = (int64_t)nj_dtype_size(plan->desc.dtype), vec = plan->choice.vec;
     return layout == NJ_LAYOUT_CHANNELS_FIRST && problem->col_dims <= 1 &&
            problem->extent[problem->row_dims - 1] % vec == 0 &&
@@ -511,8 +529,8 @@ static int nji_launches_dependently(const nji_cuda *cuda) {
     return cuda->facts.arch >= 90 && cuda->driver.version >= 12030 && cuda->driver.cuLaunchKernelEx;
 }
 
-/* Where the device can, a kernel may take its place while its predecessor still runs; it waits for it by
-   itself (nji_begin in ptx_src/nj_device.cuh). */
+/* Where the device can, a kernel may take its place while its predecessor still runs; it waits for
+   it by itself (nji_begin in ptx_src/nj_device.cuh). */
 static nj_status nji_launch(const nji_cuda *cuda, nji_cu_function function, const nji_grid *grid,
                             nji_problem *problem, void *stream, const char *call) {
     nji_cu_launch_attribute attribute;
@@ -553,7 +571,8 @@ static nj_status nji_launch_params_sum(const nji_cuda *cuda, const nji_cuda_plan
 
 /* Groups of rows that the blocks of the fast kernels take one by one. */
 static int64_t nji_fast_blocks(const nji_choice *choice, const nji_problem *problem) {
-    int64_t run = choice->family == NJI_TILES ? problem->extent[problem->row_dims - 1] : problem->rows;
+    int64_t run =
+        choice->family == NJI_TILES ? problem->extent[problem->row_dims - 1] : problem->rows;
     return problem->rows / run * nji_ceil_div(run, nji_block_rows(choice));
 }
 
@@ -579,8 +598,9 @@ static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, n
 }
 
 /* The parts first: dx may take the place of x or dy. */
-static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
-                                 int rows_fast, void *stream, const char *call) {
+static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                                 nji_problem *problem, int rows_fast, void *stream,
+                                 const char *call) {
     nj_status status = NJ_OK;
     nji_grid grid;
     problem->rows_fast = rows_fast;
@@ -597,7 +617,8 @@ static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan
     if (status == NJ_OK && plan->strided && problem->rows > 0 &&
         (problem->cols > 0 || plan->choice.forward)) {
         problem->row_lanes = nji_strided_row_lanes(problem->cols, rows_fast);
-        grid = nji_grid_of(nji_ceil_div(problem->rows, problem->row_lanes), 1, NJI_STRIDED_THREADS, 1);
+        grid =
+            nji_grid_of(nji_ceil_div(problem->rows, problem->row_lanes), 1, NJI_STRIDED_THREADS, 1);
         status = nji_launch(cuda, plan->strided, &grid, problem, stream, call);
     }
     return status;
@@ -613,14 +634,15 @@ static nj_status nji_cuda_run(const nji_cuda *cuda, const nji_cuda_plan *plan, n
     if (problem->rows > 0 && nji_takes_fast(plan, problem, layout)) {
         status = nji_run_fast(cuda, plan, problem, stream, call);
     } else {
-        status = nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
+        status =
+            nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
     }
     nji_cuda_leave(cuda, pushed);
     return status;
 }
 
-static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan, const nji_problem *problem,
-                         nj_sku *out) {
+static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                         const nji_problem *problem, nj_sku *out) {
     int fast = nji_takes_fast(plan, problem, (nj_layout)out->layout);
     const char *kernel = fast ? nji_fast_program_of(&plan->choice)->kernel[plan->choice.forward][0]
                          : plan->choice.forward ? "nj_strided_forward"

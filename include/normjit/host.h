@@ -1,9 +1,9 @@
 /* The host backend.
 
-   Rows are taken in panels: up to NJI_HOST_ROWS rows by a chunk of columns. Operands in packed
-   columns are read and written where they lie; others are converted and gathered into a panel that
-   stays in the nearest cache. So the arithmetic below knows one layout, and strides are dealt with
-   in one place.
+   Rows are taken in panels, up to NJI_HOST_ROWS at a time. Operands in packed columns are read and
+   written where they lie, a whole row after the other, while the next is fetched. Others are
+   converted and gathered, a chunk of columns at a time, into a panel that stays in the nearest
+   cache. So the arithmetic below knows one layout, and strides are dealt with in one place.
 
    What a row's results depend on: its own values, the number of columns, the layout, the kind of
    processor; never the other rows or the number of threads. Parameter gradients: rows are split in
@@ -35,17 +35,22 @@
 
 /* ---- sizes ---------------------------------------------------------------------------------- */
 
+#define NJI_HOST_LINE 64           /* bytes of a cache line */
 #define NJI_HOST_ROWS 32           /* rows of a panel, at most */
 #define NJI_HOST_CHUNK_BYTES 4096  /* of a chunk of gamma: columns of a panel, at most */
 #define NJI_HOST_PANEL_BYTES 24576 /* of a panel, without the padding of its rows */
 #define NJI_HOST_PAD_BYTES 64      /* keeps panel rows out of each other's cache sets */
 #define NJI_HOST_BUFFER_BYTES (NJI_HOST_PANEL_BYTES + NJI_HOST_ROWS * NJI_HOST_PAD_BYTES)
+#define NJI_HOST_ROOM_BYTES (2 * (NJI_HOST_BUFFER_BYTES + NJI_HOST_CHUNK_BYTES)) /* of a thread */
+#define NJI_HOST_SWEEP_COLS 8192 /* columns of one sum of float or double, where in place */
+#define NJI_HOST_SUM_ROWS 256    /* rows of one such sum, about */
 
 /* Tuned on memory-bound sizes; only speed depends on them. */
-#define NJI_HOST_GROUP_BYTES 98304    /* of x in a panel's whole rows: in L2 till swept again */
-#define NJI_HOST_SWEEP_COLS 8192      /* columns of one sum where all is in place */
-#define NJI_HOST_SHORT_ROW 1024       /* bytes of a row; up to there ... */
-#define NJI_HOST_SHORT_PANEL 4096     /* ... small panels let processors run ahead into the next */
+#define NJI_HOST_LONG_ROW 8192        /* bytes of a row that is long; see nji_host_is_long */
+#define NJI_HOST_AHEAD_BYTES 8192     /* between what is written and the later row fetched then */
+#define NJI_HOST_AHEAD_IN_ROW 4096    /* between what is read and fetched in a long row */
+#define NJI_HOST_SHORT_ROW 1024       /* bytes of a row; forward: up to there ... */
+#define NJI_HOST_BATCH_BYTES 4096     /* ... so much is swept before it is swept again */
 #define NJI_HOST_PARALLEL_FROM 32768  /* elements; below it threads cost more than they save */
 #define NJI_HOST_STREAM_FROM 16777216 /* bytes of an output that the last cache will not keep */
 
@@ -181,14 +186,19 @@ static const nji_host_type nji_host_types[] = {
 
 /* Some rows and a chunk of their columns. `real` below: the type of the arithmetic. */
 typedef struct nji_host_panel {
-    const void *x[NJI_HOST_ROWS], *dy[NJI_HOST_ROWS]; /* each row's chunk */
-    void *out[NJI_HOST_ROWS];                         /* y or dx; may be x or dy */
-    const void *gamma, *beta;                         /* the chunk of each; never null */
-    void *dgamma, *dbeta;                             /* partial sums of the chunk, added to */
-    int64_t ahead;  /* bytes from a row of x to the row that forward prefetches; 0: none */
+    const char *x, *dy;                /* the first row's chunk */
+    char *out;                         /* y or dx; may be x or dy */
+    int64_t x_step, dy_step, out_step; /* bytes from row to row */
+    int64_t ahead;                     /* bytes to what is fetched while a row is first read */
+    int64_t x_ahead, dy_ahead;         /* ... while it is written: hints, which may lead nowhere */
+    const void *gamma, *beta;          /* the chunk of each; never null */
+    void *dgamma, *dbeta;              /* partial sums of the chunk, added to */
+    int64_t first;  /* columns of the chunk that come before those in hand; for sums only */
     int begin, end; /* the rows in hand */
+    int stream;     /* out is written past the caches; see NJI_PUT */
     /* By row. The sums grow from chunk to chunk; in double, so chunks add no error of their own. */
     double sum[NJI_HOST_ROWS], square[NJI_HOST_ROWS];
+    double mean[NJI_HOST_ROWS];
     double center[NJI_HOST_ROWS]; /* of type real: the mean, or close to it */
     double shift[NJI_HOST_ROWS];  /* xhat = (x - center) * rstd + shift */
     double rstd[NJI_HOST_ROWS];
@@ -196,7 +206,7 @@ typedef struct nji_host_panel {
     double mean_g[NJI_HOST_ROWS], mean_gx[NJI_HOST_ROWS];
 } nji_host_panel;
 
-/* One set for each element type and instruction set. `cols` is the chunk's. */
+/* One set for each element type and instruction set. `cols`: those in hand. */
 typedef struct nji_host_math {
     void (*sum)(nji_host_panel *panel, int64_t cols);             /* sum += x */
     void (*moments)(nji_host_panel *panel, int64_t cols);         /* sum, square of x-center */
@@ -205,6 +215,10 @@ typedef struct nji_host_math {
     void (*dx)(const nji_host_panel *panel, int64_t cols);        /* out = dx */
     void (*params)(const nji_host_panel *panel, int64_t cols);    /* dgamma, dbeta */
     void (*dx_params)(const nji_host_panel *panel, int64_t cols); /* both, reading once */
+    /* backward_sums and dx or dx_params row by row, so that a processor fetches the next row while
+       it writes one; cols: all, up to NJI_HOST_SWEEP_COLS */
+    void (*whole_dx)(const nji_host_panel *panel, int64_t cols);
+    void (*whole_dx_params)(const nji_host_panel *panel, int64_t cols);
 } nji_host_math;
 
 #if NJI_HOST_VECTORS
@@ -212,12 +226,15 @@ typedef struct nji_host_math {
 #define NJI_VECTOR(name, element, bytes)                                                           \
     typedef element name __attribute__((vector_size(bytes), aligned(sizeof(element)), may_alias))
 NJI_VECTOR(nji_float_base, float, 16);
+NJI_VECTOR(nji_float_half, float, 8);
 NJI_VECTOR(nji_double_base, double, 16);
+#define NJI_WIDER(value, vec) __builtin_convertvector(value, vec)
 #define NJI_BASE_LANES_float 4
 #define NJI_BASE_LANES_double 2
 #define NJI_LANES_float(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
 #define NJI_LANES_double(v) ((v)[0] + (v)[1])
 #if NJI_HOST_X86
+NJI_VECTOR(nji_u32_base, uint32_t, 16);
 NJI_VECTOR(nji_float_avx2, float, 32);
 NJI_VECTOR(nji_double_avx2, double, 32);
 NJI_VECTOR(nji_u32_avx2, uint32_t, 32);
@@ -226,13 +243,25 @@ NJI_VECTOR(nji_double_avx512, double, 64);
 NJI_VECTOR(nji_u32_avx512, uint32_t, 64);
 #endif
 #else
-typedef float nji_float_base;
+typedef float nji_float_base, nji_float_half;
 typedef double nji_double_base;
+#define NJI_WIDER(value, vec) ((vec)(value))
 #define NJI_BASE_LANES_float 1
 #define NJI_BASE_LANES_double 1
 #define NJI_LANES_float(v) (v)
 #define NJI_LANES_double(v) (v)
 #endif
+
+/* Fetches what lies `ahead` bytes on, by cache lines. */
+#define NJI_PREFETCH_LINES(p, ahead, count)                                                        \
+    do {                                                                                           \
+        size_t line;                                                                               \
+        for (line = 0; line < (count) * sizeof *(p); line += NJI_HOST_LINE)                        \
+            NJI_PREFETCH((const char *)(p) + (ahead) + line);                                      \
+    } while (0)
+
+/* Row r of the panel's x, dy or out. */
+#define NJI_ROW_OF(panel, what, r, type) ((type *)((panel)->what + (r) * (panel)->what##_step))
 
 #define NJI_AT(vec, pointer) (*(vec *)(pointer))
 #define NJI_READ(vec, pointer) (*(const vec *)(pointer))
@@ -253,98 +282,102 @@ typedef double nji_stored_f64;
 #define NJI_GET1_bf16(p) nji_f32_from_bf16(*(p))
 #define NJI_GET1_f32(p) (*(p))
 #define NJI_GET1_f64(p) (*(p))
-#define NJI_PUT1_f16(p, value) (*(p) = nji_f16_from_f32(value))
-#define NJI_PUT1_bf16(p, value) (*(p) = nji_bf16_from_f32(value))
-#define NJI_PUT1_f32(p, value) (*(p) = (value))
-#define NJI_PUT1_f64(p, value) (*(p) = (value))
+#define NJI_PUT1_f16(p, value, stream) (*(p) = nji_f16_from_f32(value))
+#define NJI_PUT1_bf16(p, value, stream) (*(p) = nji_bf16_from_f32(value))
+#define NJI_PUT1_f32(p, value, stream) (*(p) = (value))
+#define NJI_PUT1_f64(p, value, stream) (*(p) = (value))
 
 #define NJI_GET_f32_base(p) NJI_READ(nji_float_base, p)
 #define NJI_GET_f64_base(p) NJI_READ(nji_double_base, p)
-#define NJI_PUT_f32_base(p, value) (NJI_AT(nji_float_base, p) = (value))
-#define NJI_PUT_f64_base(p, value) (NJI_AT(nji_double_base, p) = (value))
+#define NJI_PUT_f32_base(p, value, stream) (NJI_AT(nji_float_base, p) = (value))
+#define NJI_PUT_f64_base(p, value, stream) (NJI_AT(nji_double_base, p) = (value))
 
 #if NJI_HOST_X86
+/* Writes a vector, past the caches if asked: whole cache lines then need not be read before they
+   are written. By 16 bytes, since the output may be aligned no better; the processor joins them. */
+#define NJI_PUT(vec, pieces, p, value, stream)                                                     \
+    do {                                                                                           \
+        vec packed = (vec)(value);                                                                 \
+        if (stream)                                                                                \
+            NJI_STREAM_##pieces((__m128i *)(p), (const nji_u32_base *)&packed);                    \
+        else                                                                                       \
+            NJI_AT(vec, p) = packed;                                                               \
+    } while (0)
+#define NJI_STREAM_1(to, piece) _mm_stream_si128(to, (__m128i)(piece)[0])
+#define NJI_STREAM_2(to, piece) (NJI_STREAM_1(to, piece), NJI_STREAM_1((to) + 1, (piece) + 1))
+#define NJI_STREAM_4(to, piece) (NJI_STREAM_2(to, piece), NJI_STREAM_2((to) + 2, (piece) + 2))
+
 #define NJI_GET_f32_avx2(p) NJI_READ(nji_float_avx2, p)
 #define NJI_GET_f64_avx2(p) NJI_READ(nji_double_avx2, p)
-#define NJI_PUT_f32_avx2(p, value) (NJI_AT(nji_float_avx2, p) = (value))
-#define NJI_PUT_f64_avx2(p, value) (NJI_AT(nji_double_avx2, p) = (value))
+#define NJI_PUT_f32_avx2(p, value, stream) NJI_PUT(nji_float_avx2, 2, p, value, stream)
+#define NJI_PUT_f64_avx2(p, value, stream) NJI_PUT(nji_double_avx2, 2, p, value, stream)
 #define NJI_GET_f32_avx512(p) NJI_READ(nji_float_avx512, p)
 #define NJI_GET_f64_avx512(p) NJI_READ(nji_double_avx512, p)
-#define NJI_PUT_f32_avx512(p, value) (NJI_AT(nji_float_avx512, p) = (value))
-#define NJI_PUT_f64_avx512(p, value) (NJI_AT(nji_double_avx512, p) = (value))
+#define NJI_PUT_f32_avx512(p, value, stream) NJI_PUT(nji_float_avx512, 4, p, value, stream)
+#define NJI_PUT_f64_avx512(p, value, stream) NJI_PUT(nji_double_avx512, 4, p, value, stream)
 
 /* The masked forms, since g++ 12 takes the plain ones' own "undefined" operand for our mistake. */
 #define NJI_GET_f16_avx2(p) ((nji_float_avx2)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p))))
 #define NJI_GET_f16_avx512(p)                                                                      \
     ((nji_float_avx512)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i *)(p))))
-#define NJI_PUT_f16_avx2(p, value)                                                                 \
-    _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph((__m256)(value), _MM_FROUND_TO_NEAREST_INT))
-#define NJI_PUT_f16_avx512(p, value)                                                               \
-    _mm256_storeu_si256((__m256i *)(p),                                                            \
-                        _mm512_maskz_cvtps_ph(0xffff, (__m512)(value), _MM_FROUND_TO_NEAREST_INT))
+#define NJI_PUT_f16_avx2(p, value, stream)                                                         \
+    NJI_PUT(nji_u32_base, 1, p, _mm256_cvtps_ph((__m256)(value), _MM_FROUND_TO_NEAREST_INT), stream)
+#define NJI_PUT_f16_avx512(p, value, stream)                                                       \
+    NJI_PUT(nji_u32_avx2, 2, p,                                                                    \
+            _mm512_maskz_cvtps_ph(0xffff, (__m512)(value), _MM_FROUND_TO_NEAREST_INT), stream)
 
 #define NJI_WIDEN_avx2(p)                                                                          \
     ((nji_u32_avx2)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #define NJI_WIDEN_avx512(p)                                                                        \
     ((nji_u32_avx512)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i *)(p))))
 /* Packing works by 128 bits: of four quarters, the first and the third are wanted. */
-#define NJI_NARROW_avx2(p, bits)                                                                   \
-    _mm_storeu_si128((__m128i *)(p),                                                               \
-                     _mm256_castsi256_si128(_mm256_permute4x64_epi64(                              \
-                         _mm256_packus_epi32((__m256i)(bits), (__m256i)(bits)), 0xd8)))
-#define NJI_NARROW_avx512(p, bits)                                                                 \
-    _mm256_storeu_si256((__m256i *)(p), _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)(bits)))
+#define NJI_NARROW_avx2(p, bits, stream)                                                           \
+    NJI_PUT(nji_u32_base, 1, p,                                                                    \
+            _mm256_castsi256_si128(_mm256_permute4x64_epi64(                                       \
+                _mm256_packus_epi32((__m256i)(bits), (__m256i)(bits)), 0xd8)),                     \
+            stream)
+#define NJI_NARROW_avx512(p, bits, stream)                                                         \
+    NJI_PUT(nji_u32_avx2, 2, p, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)(bits)), stream)
 
 #define NJI_GET_bf16_avx2(p) ((nji_float_avx2)(NJI_WIDEN_avx2(p) << 16))
 #define NJI_GET_bf16_avx512(p) ((nji_float_avx512)(NJI_WIDEN_avx512(p) << 16))
-#define NJI_PUT_bf16_avx2(p, value) NJI_PUT_BF16(avx2, p, value)
-#define NJI_PUT_bf16_avx512(p, value) NJI_PUT_BF16(avx512, p, value)
+#define NJI_PUT_bf16_avx2(p, value, stream) NJI_PUT_BF16(avx2, p, value, stream)
+#define NJI_PUT_bf16_avx512(p, value, stream) NJI_PUT_BF16(avx512, p, value, stream)
 
 /* nji_bf16_from_f32 on every lane. (AVX512-BF16's own instruction takes subnormals for zero.) */
-#define NJI_PUT_BF16(isa, p, value)                                                                \
+#define NJI_PUT_BF16(isa, p, value, stream)                                                        \
     do {                                                                                           \
         nji_float_##isa wide = (value);                                                            \
-        nji_u32_##isa bits = (nji_u32_##isa)wide, high = bits >> 16;                               \
-        nji_u32_##isa is_nan = (nji_u32_##isa)(wide != wide);                                      \
-        nji_u32_##isa near = (bits + 0x7fffu + (high & 1u)) >> 16;                                 \
-        near = (near & ~is_nan) | ((high | 0x40u) & is_nan);                                       \
-        NJI_NARROW_##isa(p, near);                                                                 \
+        nji_u32_##isa bits = (nji_u32_##isa)wide, near = bits + 0x7fffu + ((bits >> 16) & 1u);     \
+        NJI_QUIET_NAN_##isa(near, bits, wide);                                                     \
+        near >>= 16;                                                                               \
+        NJI_NARROW_##isa(p, near, stream);                                                         \
     } while (0)
+/* Lanes of `near` become `bits` and the quiet bit where `wide` is no number. */
+#define NJI_QUIET_NAN_avx2(near, bits, wide)                                                       \
+    near = (nji_u32_avx2)_mm256_blendv_ps((__m256)near, (__m256)(bits | 0x400000u),                \
+                                          (__m256)(wide != wide))
+#define NJI_QUIET_NAN_avx512(near, bits, wide)                                                     \
+    near = (nji_u32_avx512)_mm512_mask_or_epi32(                                                   \
+        (__m512i)near, _mm512_cmp_ps_mask((__m512)wide, (__m512)wide, _CMP_UNORD_Q),               \
+        (__m512i)bits, _mm512_set1_epi32(0x400000))
 #endif
 
-/* The k-th vector of a tile of columns, in one row of the backward pass. */
-#define NJI_HOST_STEP(vec, k, lanes, GET, PUT)                                                     \
+/* A vector, or one column, of the backward pass of a row. */
+#define NJI_HOST_STEP(vec, GET, PUT)                                                               \
     {                                                                                              \
-        vec t = GET(dy + (k) * (lanes)), h = (GET(x + (k) * (lanes)) - center) * rstd;             \
+        vec t = GET(dy + c), h = (GET(x + c) - center) * rstd;                                     \
+        if (want_dx)                                                                               \
+            PUT(out + c, ((t * NJI_READ(vec, gamma + c) - mean_g) - h * mean_gx) * scale,          \
+                panel->stream);                                                                    \
         if (want_params) {                                                                         \
-            dgamma##k += t * h;                                                                    \
-            dbeta##k += t;                                                                         \
+            NJI_AT(vec, dgamma + c) += t * h;                                                      \
+            NJI_AT(vec, dbeta + c) += t;                                                           \
         }                                                                                          \
-        if (want_dx) PUT(out + (k) * (lanes), ((t * gamma##k - mean_g) - h * mean_gx) * scale);    \
-    }
-
-/* The rows of a panel over one tile of columns; `steps` names the tile's vectors. The sums over the
-   rows are kept in registers and added to memory once, which also keeps their error small. */
-#define NJI_HOST_BACKWARD_ROWS(stored, real, steps)                                                \
-    for (r = panel->begin; r < panel->end; r++) {                                                  \
-        const stored *x = (const stored *)panel->x[r] + c, *dy = (const stored *)panel->dy[r] + c; \
-        stored *out = want_dx ? (stored *)panel->out[r] + c : NULL;                                \
-        real center = row[r].center, rstd = row[r].rstd, scale = row[r].scale;                     \
-        real mean_g = row[r].mean_g, mean_gx = row[r].mean_gx;                                     \
-        steps                                                                                      \
-    }
-
-#define NJI_HOST_OPEN(vec, k, lanes)                                                               \
-    vec dgamma##k = {0}, dbeta##k = {0}, gamma##k = NJI_READ(vec, gamma + c + (k) * (lanes));
-
-#define NJI_HOST_CLOSE(vec, k, lanes)                                                              \
-    if (want_params) {                                                                             \
-        NJI_AT(vec, dgamma + c + (k) * (lanes)) += dgamma##k;                                      \
-        NJI_AT(vec, dbeta + c + (k) * (lanes)) += dbeta##k;                                        \
     }
 
 /* C has no templates: this text is what adds up, for one type and one instruction set. */
-#define NJI_HOST_ADDS(isa, TARGET, real, lanes, pieces)                                            \
+#define NJI_HOST_ADDS(isa, TARGET, real, narrow, lanes, pieces)                                    \
     TARGET static NJI_ALWAYS_INLINE double nji_host_lanes_##real##_##isa(                          \
         const nji_##real##_##isa *vector) {                                                        \
         const nji_##real##_base *piece = (const nji_##real##_base *)vector;                        \
@@ -365,14 +398,12 @@ typedef double nji_stored_f64;
                                                                                                    \
     TARGET static void nji_host_add_wide_##real##_##isa(double *to, const void *from,              \
                                                         int64_t cols) {                            \
+        typedef nji_double_##isa vec;                                                              \
+        typedef nji_##real##_##narrow part;                                                        \
         const real *b = (const real *)from;                                                        \
-        int64_t c;                                                                                 \
-        for (c = 0; c + 4 <= cols; c += 4) {                                                       \
-            to[c] += (double)b[c];                                                                 \
-            to[c + 1] += (double)b[c + 1];                                                         \
-            to[c + 2] += (double)b[c + 2];                                                         \
-            to[c + 3] += (double)b[c + 3];                                                         \
-        }                                                                                          \
+        int64_t step = (int64_t)(sizeof(vec) / sizeof(double)), c;                                 \
+        for (c = 0; c + step <= cols; c += step)                                                   \
+            NJI_AT(vec, to + c) += NJI_WIDER(NJI_READ(part, b + c), vec);                          \
         for (; c < cols; c++)                                                                      \
             to[c] += (double)b[c];                                                                 \
     }
@@ -380,171 +411,169 @@ typedef double nji_stored_f64;
 /* And this is the arithmetic, for rows of one element type. Columns go by four vectors or two, then
    by one, then one by one: where a column falls depends on its place alone. */
 #define NJI_HOST_MATH(isa, TARGET, elem, real, lanes)                                              \
-    TARGET static void nji_host_sum_##elem##_##isa(nji_host_panel *panel, int64_t cols) {          \
+    TARGET static NJI_ALWAYS_INLINE double nji_host_row_sum_##elem##_##isa(                        \
+        const nji_stored_##elem *x, int64_t cols, int64_t ahead) {                                 \
         typedef nji_##real##_##isa vec;                                                            \
-        int r;                                                                                     \
-        for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
-            vec a = {0}, b = {0}, d = {0}, e = {0};                                                \
-            real rest = 0;                                                                         \
-            int64_t c = 0;                                                                         \
-            for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                        \
-                a += NJI_GET_##elem##_##isa(x + c);                                                \
-                b += NJI_GET_##elem##_##isa(x + c + lanes);                                        \
-                d += NJI_GET_##elem##_##isa(x + c + 2 * lanes);                                    \
-                e += NJI_GET_##elem##_##isa(x + c + 3 * lanes);                                    \
-            }                                                                                      \
-            for (; c + lanes <= cols; c += lanes)                                                  \
-                a += NJI_GET_##elem##_##isa(x + c);                                                \
-            for (; c < cols; c++)                                                                  \
-                rest += NJI_GET1_##elem(x + c);                                                    \
-            a = (a + b) + (d + e);                                                                 \
-            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                     \
+        vec a = {0}, b = {0}, d = {0}, e = {0};                                                    \
+        real rest = 0;                                                                             \
+        int64_t c = 0;                                                                             \
+        for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                            \
+            NJI_PREFETCH_LINES(x + c, ahead, 4 * lanes);                                           \
+            a += NJI_GET_##elem##_##isa(x + c);                                                    \
+            b += NJI_GET_##elem##_##isa(x + c + lanes);                                            \
+            d += NJI_GET_##elem##_##isa(x + c + 2 * lanes);                                        \
+            e += NJI_GET_##elem##_##isa(x + c + 3 * lanes);                                        \
         }                                                                                          \
+        for (; c + lanes <= cols; c += lanes)                                                      \
+            a += NJI_GET_##elem##_##isa(x + c);                                                    \
+        for (; c < cols; c++)                                                                      \
+            rest += NJI_GET1_##elem(x + c);                                                        \
+        a = (a + b) + (d + e);                                                                     \
+        return nji_host_lanes_##real##_##isa(&a) + (double)rest;                                   \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static NJI_ALWAYS_INLINE void nji_host_row_moments_##elem##_##isa(                      \
+        const nji_stored_##elem *x, int64_t cols, real center, double *sum, double *square) {      \
+        typedef nji_##real##_##isa vec;                                                            \
+        vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                                  \
+        real rest = 0, rest2 = 0;                                                                  \
+        int64_t c = 0;                                                                             \
+        for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                            \
+            vec d = NJI_GET_##elem##_##isa(x + c) - center,                                        \
+                e = NJI_GET_##elem##_##isa(x + c + lanes) - center;                                \
+            a += d;                                                                                \
+            a2 += d * d;                                                                           \
+            b += e;                                                                                \
+            b2 += e * e;                                                                           \
+        }                                                                                          \
+        for (; c + lanes <= cols; c += lanes) {                                                    \
+            vec d = NJI_GET_##elem##_##isa(x + c) - center;                                        \
+            a += d;                                                                                \
+            a2 += d * d;                                                                           \
+        }                                                                                          \
+        for (; c < cols; c++) {                                                                    \
+            real d = NJI_GET1_##elem(x + c) - center;                                              \
+            rest += d;                                                                             \
+            rest2 += d * d;                                                                        \
+        }                                                                                          \
+        a += b;                                                                                    \
+        a2 += b2;                                                                                  \
+        *sum += nji_host_lanes_##real##_##isa(&a) + (double)rest;                                  \
+        *square += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                             \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static NJI_ALWAYS_INLINE void nji_host_row_sums_##elem##_##isa(                         \
+        const nji_stored_##elem *x, const nji_stored_##elem *dy, const real *gamma, int64_t cols,  \
+        int64_t ahead, real center, real rstd, double *sum, double *square) {                      \
+        typedef nji_##real##_##isa vec;                                                            \
+        vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                                  \
+        real rest = 0, rest2 = 0;                                                                  \
+        int64_t c = 0;                                                                             \
+        for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                            \
+            vec g = NJI_GET_##elem##_##isa(dy + c) * NJI_READ(vec, gamma + c);                     \
+            vec f = NJI_GET_##elem##_##isa(dy + c + lanes) * NJI_READ(vec, gamma + c + lanes);     \
+            NJI_PREFETCH_LINES(x + c, ahead, 2 * lanes);                                           \
+            NJI_PREFETCH_LINES(dy + c, ahead, 2 * lanes);                                          \
+            a += g;                                                                                \
+            a2 += g * ((NJI_GET_##elem##_##isa(x + c) - center) * rstd);                           \
+            b += f;                                                                                \
+            b2 += f * ((NJI_GET_##elem##_##isa(x + c + lanes) - center) * rstd);                   \
+        }                                                                                          \
+        for (; c + lanes <= cols; c += lanes) {                                                    \
+            vec g = NJI_GET_##elem##_##isa(dy + c) * NJI_READ(vec, gamma + c);                     \
+            a += g;                                                                                \
+            a2 += g * ((NJI_GET_##elem##_##isa(x + c) - center) * rstd);                           \
+        }                                                                                          \
+        for (; c < cols; c++) {                                                                    \
+            real g = NJI_GET1_##elem(dy + c) * gamma[c];                                           \
+            rest += g;                                                                             \
+            rest2 += g * ((NJI_GET1_##elem(x + c) - center) * rstd);                               \
+        }                                                                                          \
+        a += b;                                                                                    \
+        a2 += b2;                                                                                  \
+        *sum += nji_host_lanes_##real##_##isa(&a) + (double)rest;                                  \
+        *square += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                             \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static NJI_ALWAYS_INLINE void nji_host_row_back_##elem##_##isa(                         \
+        const nji_host_panel *panel, int r, int64_t cols, real mean_g, real mean_gx, real scale,   \
+        int want_dx, int want_params) {                                                            \
+        typedef nji_##real##_##isa vec;                                                            \
+        const nji_stored_##elem *x = NJI_ROW_OF(panel, x, r, const nji_stored_##elem),             \
+                                *dy = NJI_ROW_OF(panel, dy, r, const nji_stored_##elem);           \
+        nji_stored_##elem *out = want_dx ? NJI_ROW_OF(panel, out, r, nji_stored_##elem) : NULL;    \
+        const real *gamma = (const real *)panel->gamma;                                            \
+        real *dgamma = (real *)panel->dgamma, *dbeta = (real *)panel->dbeta;                       \
+        real center = (real)panel->center[r], rstd = (real)panel->rstd[r];                         \
+        int64_t x_ahead = panel->x_ahead, dy_ahead = panel->dy_ahead, c = 0;                       \
+        for (; c + lanes <= cols; c += lanes) {                                                    \
+            NJI_PREFETCH((const char *)(x + c) + x_ahead);                                         \
+            NJI_PREFETCH((const char *)(dy + c) + dy_ahead);                                       \
+            NJI_HOST_STEP(vec, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)                     \
+        }                                                                                          \
+        for (; c < cols; c++)                                                                      \
+            NJI_HOST_STEP(real, NJI_GET1_##elem, NJI_PUT1_##elem)                                  \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static void nji_host_sum_##elem##_##isa(nji_host_panel *panel, int64_t cols) {          \
+        int r;                                                                                     \
+        for (r = panel->begin; r < panel->end; r++)                                                \
+            panel->sum[r] += nji_host_row_sum_##elem##_##isa(                                      \
+                NJI_ROW_OF(panel, x, r, const nji_stored_##elem) + panel->first, cols,             \
+                panel->ahead);                                                                     \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_moments_##elem##_##isa(nji_host_panel *panel, int64_t cols) {      \
-        typedef nji_##real##_##isa vec;                                                            \
         int r;                                                                                     \
-        for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
-            real center = (real)panel->center[r], rest = 0, rest2 = 0;                             \
-            vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                              \
-            int64_t c = 0;                                                                         \
-            for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                        \
-                vec d = NJI_GET_##elem##_##isa(x + c) - center,                                    \
-                    e = NJI_GET_##elem##_##isa(x + c + lanes) - center;                            \
-                a += d;                                                                            \
-                a2 += d * d;                                                                       \
-                b += e;                                                                            \
-                b2 += e * e;                                                                       \
-            }                                                                                      \
-            for (; c + lanes <= cols; c += lanes) {                                                \
-                vec d = NJI_GET_##elem##_##isa(x + c) - center;                                    \
-                a += d;                                                                            \
-                a2 += d * d;                                                                       \
-            }                                                                                      \
-            for (; c < cols; c++) {                                                                \
-                real d = NJI_GET1_##elem(x + c) - center;                                          \
-                rest += d;                                                                         \
-                rest2 += d * d;                                                                    \
-            }                                                                                      \
-            a += b;                                                                                \
-            a2 += b2;                                                                              \
-            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                     \
-            panel->square[r] += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                \
-        }                                                                                          \
+        for (r = panel->begin; r < panel->end; r++)                                                \
+            nji_host_row_moments_##elem##_##isa(                                                   \
+                NJI_ROW_OF(panel, x, r, const nji_stored_##elem) + panel->first, cols,             \
+                (real)panel->center[r], &panel->sum[r], &panel->square[r]);                        \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_forward_##elem##_##isa(const nji_host_panel *panel,                \
                                                        int64_t cols) {                             \
         typedef nji_##real##_##isa vec;                                                            \
         const real *gamma = (const real *)panel->gamma, *beta = (const real *)panel->beta;         \
+        int64_t ahead = panel->x_ahead;                                                            \
         int r;                                                                                     \
         for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r];                   \
-            nji_stored_##elem *y = (nji_stored_##elem *)panel->out[r];                             \
+            const nji_stored_##elem *x = NJI_ROW_OF(panel, x, r, const nji_stored_##elem);         \
+            nji_stored_##elem *y = NJI_ROW_OF(panel, out, r, nji_stored_##elem);                   \
             real center = (real)panel->center[r], shift = (real)panel->shift[r];                   \
             real rstd = (real)panel->rstd[r];                                                      \
             int64_t c = 0;                                                                         \
             for (; c + lanes <= cols; c += lanes) {                                                \
                 vec h = (NJI_GET_##elem##_##isa(x + c) - center) * rstd + shift;                   \
-                NJI_PREFETCH((const char *)(x + c) + panel->ahead);                                \
-                NJI_PUT_##elem##_##isa(y + c,                                                      \
-                                       h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c));    \
+                NJI_PREFETCH((const char *)(x + c) + ahead);                                       \
+                NJI_PUT_##elem##_##isa(                                                            \
+                    y + c, h * NJI_READ(vec, gamma + c) + NJI_READ(vec, beta + c), panel->stream); \
             }                                                                                      \
             for (; c < cols; c++)                                                                  \
-                NJI_PUT1_##elem(y + c,                                                             \
-                                ((NJI_GET1_##elem(x + c) - center) * rstd + shift) * gamma[c] +    \
-                                    beta[c]);                                                      \
+                NJI_PUT1_##elem(                                                                   \
+                    y + c,                                                                         \
+                    ((NJI_GET1_##elem(x + c) - center) * rstd + shift) * gamma[c] + beta[c], 0);   \
         }                                                                                          \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_backward_sums_##elem##_##isa(nji_host_panel *panel,                \
                                                              int64_t cols) {                       \
-        typedef nji_##real##_##isa vec;                                                            \
-        const real *gamma = (const real *)panel->gamma;                                            \
         int r;                                                                                     \
-        for (r = panel->begin; r < panel->end; r++) {                                              \
-            const nji_stored_##elem *x = (const nji_stored_##elem *)panel->x[r],                   \
-                                    *dy = (const nji_stored_##elem *)panel->dy[r];                 \
-            real center = (real)panel->center[r], rstd = (real)panel->rstd[r], rest = 0,           \
-                 rest2 = 0;                                                                        \
-            vec a = {0}, b = {0}, a2 = {0}, b2 = {0};                                              \
-            int64_t c = 0;                                                                         \
-            for (; c + 2 * lanes <= cols; c += 2 * lanes) {                                        \
-                vec g = NJI_GET_##elem##_##isa(dy + c) * NJI_READ(vec, gamma + c);                 \
-                vec f = NJI_GET_##elem##_##isa(dy + c + lanes) * NJI_READ(vec, gamma + c + lanes); \
-                a += g;                                                                            \
-                a2 += g * ((NJI_GET_##elem##_##isa(x + c) - center) * rstd);                       \
-                b += f;                                                                            \
-                b2 += f * ((NJI_GET_##elem##_##isa(x + c + lanes) - center) * rstd);               \
-            }                                                                                      \
-            for (; c + lanes <= cols; c += lanes) {                                                \
-                vec g = NJI_GET_##elem##_##isa(dy + c) * NJI_READ(vec, gamma + c);                 \
-                a += g;                                                                            \
-                a2 += g * ((NJI_GET_##elem##_##isa(x + c) - center) * rstd);                       \
-            }                                                                                      \
-            for (; c < cols; c++) {                                                                \
-                real g = NJI_GET1_##elem(dy + c) * gamma[c];                                       \
-                rest += g;                                                                         \
-                rest2 += g * ((NJI_GET1_##elem(x + c) - center) * rstd);                           \
-            }                                                                                      \
-            a += b;                                                                                \
-            a2 += b2;                                                                              \
-            panel->sum[r] += nji_host_lanes_##real##_##isa(&a) + (double)rest;                     \
-            panel->square[r] += nji_host_lanes_##real##_##isa(&a2) + (double)rest2;                \
-        }                                                                                          \
+        for (r = panel->begin; r < panel->end; r++)                                                \
+            nji_host_row_sums_##elem##_##isa(                                                      \
+                NJI_ROW_OF(panel, x, r, const nji_stored_##elem) + panel->first,                   \
+                NJI_ROW_OF(panel, dy, r, const nji_stored_##elem) + panel->first,                  \
+                (const real *)panel->gamma + panel->first, cols, panel->ahead,                     \
+                (real)panel->center[r], (real)panel->rstd[r], &panel->sum[r], &panel->square[r]);  \
     }                                                                                              \
                                                                                                    \
     TARGET static NJI_ALWAYS_INLINE void nji_host_backward_##elem##_##isa(                         \
         const nji_host_panel *panel, int64_t cols, int want_dx, int want_params) {                 \
-        typedef nji_##real##_##isa vec;                                                            \
-        const real *gamma = (const real *)panel->gamma;                                            \
-        real *dgamma = (real *)panel->dgamma, *dbeta = (real *)panel->dbeta;                       \
-        struct {                                                                                   \
-            real center, rstd, scale, mean_g, mean_gx;                                             \
-        } row[NJI_HOST_ROWS];                                                                      \
-        int64_t c = 0;                                                                             \
         int r;                                                                                     \
-        for (r = panel->begin; r < panel->end; r++) {                                              \
-            row[r].center = (real)panel->center[r];                                                \
-            row[r].rstd = (real)panel->rstd[r];                                                    \
-            row[r].scale = (real)panel->scale[r];                                                  \
-            row[r].mean_g = (real)panel->mean_g[r];                                                \
-            row[r].mean_gx = (real)panel->mean_gx[r];                                              \
-        }                                                                                          \
-        for (; c + 4 * lanes <= cols; c += 4 * lanes) {                                            \
-            NJI_HOST_OPEN(vec, 0, lanes)                                                           \
-            NJI_HOST_OPEN(vec, 1, lanes)                                                           \
-            NJI_HOST_OPEN(vec, 2, lanes)                                                           \
-            NJI_HOST_OPEN(vec, 3, lanes)                                                           \
-            NJI_HOST_BACKWARD_ROWS(                                                                \
-                nji_stored_##elem, real,                                                           \
-                NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)       \
-                    NJI_HOST_STEP(vec, 1, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)   \
-                        NJI_HOST_STEP(vec, 2, lanes, NJI_GET_##elem##_##isa,                       \
-                                      NJI_PUT_##elem##_##isa)                                      \
-                            NJI_HOST_STEP(vec, 3, lanes, NJI_GET_##elem##_##isa,                   \
-                                          NJI_PUT_##elem##_##isa))                                 \
-            NJI_HOST_CLOSE(vec, 0, lanes)                                                          \
-            NJI_HOST_CLOSE(vec, 1, lanes)                                                          \
-            NJI_HOST_CLOSE(vec, 2, lanes)                                                          \
-            NJI_HOST_CLOSE(vec, 3, lanes)                                                          \
-        }                                                                                          \
-        for (; c + lanes <= cols; c += lanes) {                                                    \
-            NJI_HOST_OPEN(vec, 0, lanes)                                                           \
-            NJI_HOST_BACKWARD_ROWS(                                                                \
-                nji_stored_##elem, real,                                                           \
-                NJI_HOST_STEP(vec, 0, lanes, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa))      \
-            NJI_HOST_CLOSE(vec, 0, lanes)                                                          \
-        }                                                                                          \
-        for (; c < cols; c++) {                                                                    \
-            NJI_HOST_OPEN(real, 0, 1)                                                              \
-            NJI_HOST_BACKWARD_ROWS(nji_stored_##elem, real,                                        \
-                                   NJI_HOST_STEP(real, 0, 1, NJI_GET1_##elem, NJI_PUT1_##elem))    \
-            NJI_HOST_CLOSE(real, 0, 1)                                                             \
-        }                                                                                          \
+        for (r = panel->begin; r < panel->end; r++)                                                \
+            nji_host_row_back_##elem##_##isa(panel, r, cols, (real)panel->mean_g[r],               \
+                                             (real)panel->mean_gx[r], (real)panel->scale[r],       \
+                                             want_dx, want_params);                                \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_dx_##elem##_##isa(const nji_host_panel *panel, int64_t cols) {     \
@@ -556,6 +585,31 @@ typedef double nji_stored_f64;
     TARGET static void nji_host_dx_params_##elem##_##isa(const nji_host_panel *panel,              \
                                                          int64_t cols) {                           \
         nji_host_backward_##elem##_##isa(panel, cols, 1, 1);                                       \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static NJI_ALWAYS_INLINE void nji_host_whole_##elem##_##isa(                            \
+        const nji_host_panel *panel, int64_t cols, int want_params) {                              \
+        double n = (double)cols;                                                                   \
+        int r;                                                                                     \
+        for (r = panel->begin; r < panel->end; r++) {                                              \
+            real rstd = (real)panel->rstd[r];                                                      \
+            double sum = 0, square = 0;                                                            \
+            nji_host_row_sums_##elem##_##isa(NJI_ROW_OF(panel, x, r, const nji_stored_##elem),     \
+                                             NJI_ROW_OF(panel, dy, r, const nji_stored_##elem),    \
+                                             (const real *)panel->gamma, cols, panel->ahead,       \
+                                             (real)panel->center[r], rstd, &sum, &square);         \
+            nji_host_row_back_##elem##_##isa(panel, r, cols, (real)(sum / n), (real)(square / n),  \
+                                             cols == 1 ? 0 : rstd, 1, want_params);                \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    TARGET static void nji_host_whole_dx_##elem##_##isa(const nji_host_panel *panel,               \
+                                                        int64_t cols) {                            \
+        nji_host_whole_##elem##_##isa(panel, cols, 0);                                             \
+    }                                                                                              \
+    TARGET static void nji_host_whole_dx_params_##elem##_##isa(const nji_host_panel *panel,        \
+                                                               int64_t cols) {                     \
+        nji_host_whole_##elem##_##isa(panel, cols, 1);                                             \
     }
 
 #define NJI_HOST_MATH_TABLE(isa, elem)                                                             \
@@ -563,7 +617,8 @@ typedef double nji_stored_f64;
         nji_host_sum_##elem##_##isa, nji_host_moments_##elem##_##isa,                              \
             nji_host_forward_##elem##_##isa, nji_host_backward_sums_##elem##_##isa,                \
             nji_host_dx_##elem##_##isa, nji_host_params_##elem##_##isa,                            \
-            nji_host_dx_params_##elem##_##isa                                                      \
+            nji_host_dx_params_##elem##_##isa, nji_host_whole_dx_##elem##_##isa,                   \
+            nji_host_whole_dx_params_##elem##_##isa                                                \
     }
 
 /* Packed rows of 16-bit elements from and to float. */
@@ -583,9 +638,9 @@ typedef double nji_stored_f64;
         nji_stored_##elem *out = (nji_stored_##elem *)to;                                          \
         int64_t i = 0;                                                                             \
         for (; i + lanes <= count; i += lanes)                                                     \
-            NJI_PUT_##elem##_##isa(out + i, NJI_READ(nji_float_##isa, in + i));                    \
+            NJI_PUT_##elem##_##isa(out + i, NJI_READ(nji_float_##isa, in + i), 0);                 \
         for (; i < count; i++)                                                                     \
-            NJI_PUT1_##elem(out + i, in[i]);                                                       \
+            NJI_PUT1_##elem(out + i, in[i], 0);                                                    \
     }
 
 /* ---- instruction sets ----------------------------------------------------------------------- */
@@ -600,14 +655,14 @@ typedef struct nji_host_isa {
     void (*add[2])(void *to, const void *from, int64_t cols); /* to += from */
     void (*add_wide[2])(double *to, const void *from, int64_t cols); /* the same */
     nji_host_row_copy load[NJ_F64 + 1], store[NJ_F64 + 1]; /* from, to float; may be NULL */
-    nji_host_row_copy stream;                              /* bytes, past the caches; may be NULL */
+    int streams;                                           /* can write past the caches */
 } nji_host_isa;
 
 #define NJI_HOST_NO_MATH                                                                           \
-    { NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+    { NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
-NJI_HOST_ADDS(base, NJI_TARGET_BASE, float, NJI_BASE_LANES_float, 1)
-NJI_HOST_ADDS(base, NJI_TARGET_BASE, double, NJI_BASE_LANES_double, 1)
+NJI_HOST_ADDS(base, NJI_TARGET_BASE, float, half, NJI_BASE_LANES_float, 1)
+NJI_HOST_ADDS(base, NJI_TARGET_BASE, double, base, NJI_BASE_LANES_double, 1)
 NJI_HOST_MATH(base, NJI_TARGET_BASE, f32, float, NJI_BASE_LANES_float)
 NJI_HOST_MATH(base, NJI_TARGET_BASE, f64, double, NJI_BASE_LANES_double)
 
@@ -620,27 +675,12 @@ static const nji_host_isa nji_host_base = {
     {nji_host_add_wide_float_base, nji_host_add_wide_double_base},
     {NULL, NULL, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
-    NULL};
+    0};
 
 #if NJI_HOST_X86
-/* Whole cache lines go past the caches: they need not be read before they are written. */
-NJI_TARGET_AVX2 static void nji_host_stream(const void *from, void *to, int64_t count) {
-    const char *in = (const char *)from;
-    char *out = (char *)to;
-    int64_t i = nji_min_i64((int64_t)((64 - ((uintptr_t)out & 63)) & 63), count);
-    memcpy(out, in, (size_t)i);
-    for (; i + 64 <= count; i += 64) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(in + i));
-        __m256i b = _mm256_loadu_si256((const __m256i *)(in + i + 32));
-        _mm256_stream_si256((__m256i *)(out + i), a);
-        _mm256_stream_si256((__m256i *)(out + i + 32), b);
-    }
-    memcpy(out + i, in + i, (size_t)(count - i));
-}
-
-#define NJI_HOST_ISA(isa, TARGET, text, lanes, wide_lanes, pieces)                                 \
-    NJI_HOST_ADDS(isa, TARGET, float, lanes, pieces)                                               \
-    NJI_HOST_ADDS(isa, TARGET, double, wide_lanes, pieces)                                         \
+#define NJI_HOST_ISA(isa, TARGET, text, half, lanes, wide_lanes, pieces)                           \
+    NJI_HOST_ADDS(isa, TARGET, float, half, lanes, pieces)                                         \
+    NJI_HOST_ADDS(isa, TARGET, double, isa, wide_lanes, pieces)                                    \
     NJI_HOST_MATH(isa, TARGET, f16, float, lanes)                                                  \
     NJI_HOST_MATH(isa, TARGET, bf16, float, lanes)                                                 \
     NJI_HOST_MATH(isa, TARGET, f32, float, lanes)                                                  \
@@ -657,10 +697,10 @@ NJI_TARGET_AVX2 static void nji_host_stream(const void *from, void *to, int64_t 
         {nji_host_add_wide_float_##isa, nji_host_add_wide_double_##isa},                           \
         {NULL, nji_host_load_f16_##isa, nji_host_load_bf16_##isa, NULL, NULL},                     \
         {NULL, nji_host_store_f16_##isa, nji_host_store_bf16_##isa, NULL, NULL},                   \
-        nji_host_stream};
+        1};
 
-NJI_HOST_ISA(avx2, NJI_TARGET_AVX2, "AVX2", 8, 4, 2)
-NJI_HOST_ISA(avx512, NJI_TARGET_AVX512, "AVX-512", 16, 8, 4)
+NJI_HOST_ISA(avx2, NJI_TARGET_AVX2, "AVX2", base, 8, 4, 2)
+NJI_HOST_ISA(avx512, NJI_TARGET_AVX512, "AVX-512", avx2, 16, 8, 4)
 #endif
 
 /* Every processor with AVX2 and FMA has F16C too. */
@@ -677,7 +717,7 @@ static const nji_host_isa *nji_host_pick_isa(void) {
     return &nji_host_base;
 }
 
-static void nji_host_fence(void) {
+static void nji_host_fence(void) { /* also of what went past the caches */
 #if NJI_HOST_X86
     _mm_sfence();
 #endif
@@ -702,17 +742,21 @@ typedef struct nji_host_job {
     const nji_host_math *math;
     nji_host_view x, dy, gamma, beta, out, dgamma, dbeta; /* out: y or dx */
     int stat_dtype;
+    int is_forward;
     int wide;          /* arithmetic in double */
     int64_t real_size; /* bytes of float or double */
     int panel_dtype;   /* of x, dy and out in a panel: their own, or that of the arithmetic */
     int64_t panel_size;
     int64_t rows, cols;
+    int in_place;  /* panels are whole rows, used where they lie */
     int64_t chunk; /* columns of a panel */
     int64_t pitch; /* elements between rows of a buffered panel */
     int64_t group; /* rows of a panel */
+    int64_t batch; /* rows that are swept, then written, before the next are: all if buffered */
     int64_t part_rows, parts;
     int want_params, add_to_out, stream_out;
-    char *partial; /* [parts][2][cols] of float or double */
+    int64_t sum_cols; /* cols, rounded up to whole cache lines */
+    char *partial;    /* [parts][2][sum_cols] of float or double, in whole cache lines */
 } nji_host_job;
 
 /* One thread's buffers and the panel they serve. */
@@ -721,15 +765,33 @@ typedef struct nji_host_work {
     int64_t offset[NJI_HOST_ROWS]; /* of the rows of the operand in hand; elements */
     int64_t row;                   /* first row of the panel */
     int rows;
-    int64_t param_col; /* columns of gamma and beta that are loaded; -1: none */
-    NJI_CACHE_ALIGNED
-    double x[NJI_HOST_BUFFER_BYTES / 8], other[NJI_HOST_BUFFER_BYTES / 8]; /* other: dy, then out */
-    double gamma[NJI_HOST_CHUNK_BYTES / 8], beta[NJI_HOST_CHUNK_BYTES / 8];
+    int64_t param_col;  /* columns of gamma and beta that are loaded; -1: none */
+    char *gamma, *beta; /* room for a chunk of each */
+    char *x, *other;    /* for a panel, unless rows are in place; other: dy, then out */
+    char *sums;         /* for sums of dgamma and dbeta over some rows of a large part; or NULL */
+    NJI_CACHE_ALIGNED double room[NJI_HOST_ROOM_BYTES / 8];
 } nji_host_work;
 
-static const int64_t nji_host_count[NJI_HOST_ROWS] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
-                                                      11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
-                                                      22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+/* The offset of a row, and how far apart it and its neighbours are (elements); see
+   nji_host_row_run. */
+static int64_t nji_host_row_place(const nji_problem *problem, const long long *stride, int64_t row,
+                                  int64_t *apart) {
+    int last = problem->row_dims - 1, d;
+    int64_t at = 0;
+    *apart = last < 0 ? 0 : stride[last];
+    if (last <= 0) return row * *apart;
+    for (d = last; d >= 0; d--) {
+        at += row % problem->extent[d] * stride[d];
+        row /= problem->extent[d];
+    }
+    return at;
+}
+
+/* The rows from `row` on, at most `count`, that are evenly spaced in every operand. */
+static int64_t nji_host_row_run(const nji_problem *problem, int64_t row, int64_t count) {
+    int64_t extent = problem->row_dims > 1 ? problem->extent[problem->row_dims - 1] : 0;
+    return extent ? nji_min_i64(count, extent - row % extent) : count;
+}
 
 /* Offsets of `count` rows from `row` on. */
 static void nji_host_row_offsets(const nji_problem *problem, const long long *stride, int64_t row,
@@ -828,16 +890,19 @@ static void nji_host_store(const nji_host_job *job, const nji_host_view *view,
     }
 }
 
-/* Points the panel's rows in hand at an input: in place, or at a copy in `buffer`. */
-static void nji_host_fetch(const nji_host_job *job, nji_host_work *work, const nji_host_view *view,
-                           int64_t col, int64_t count, void *buffer, const void **row) {
-    int begin = work->panel.begin, end = work->panel.end, r;
-    int64_t *offset = work->offset;
-    nji_host_row_offsets(job->problem, view->row_stride, work->row + begin, end - begin, offset);
-    if (!view->direct) nji_host_load(job, view, offset, end - begin, col, count, buffer);
-    for (r = begin; r < end; r++)
-        row[r] = view->direct ? view->data + (offset[r - begin] + col) * job->panel_size
-                              : (char *)buffer + (r - begin) * job->pitch * job->panel_size;
+/* Points at the panel's rows of an input: in place, or at a copy in `buffer`. *step: bytes. */
+static const char *nji_host_fetch(const nji_host_job *job, nji_host_work *work,
+                                  const nji_host_view *view, int64_t col, int64_t count,
+                                  char *buffer, int64_t *step) {
+    int64_t apart, at = nji_host_row_place(job->problem, view->row_stride, work->row, &apart);
+    if (view->direct) {
+        *step = apart * job->panel_size;
+        return view->data + (at + col) * job->panel_size;
+    }
+    nji_host_row_offsets(job->problem, view->row_stride, work->row, work->rows, work->offset);
+    nji_host_load(job, view, work->offset, work->rows, col, count, buffer);
+    *step = job->pitch * job->panel_size;
+    return buffer;
 }
 
 /* A chunk of gamma or beta: in place, or in `buffer`, which holds 1 or 0 for an absent one. */
@@ -853,23 +918,66 @@ static void nji_host_fetch_params(const nji_host_job *job, nji_host_work *work, 
                                   int64_t count) {
     if (work->param_col == col) return;
     work->panel.gamma = nji_host_fetch_param(job, &job->gamma, col, count, work->gamma);
-    work->panel.beta = nji_host_fetch_param(job, &job->beta, col, count, work->beta);
+    if (job->is_forward)
+        work->panel.beta = nji_host_fetch_param(job, &job->beta, col, count, work->beta);
     work->param_col = col;
 }
 
-/* Readies a thread's buffers: no columns of gamma and beta loaded; 1 and 0 if they are absent. */
+/* Columns rounded up to whole cache lines. */
+static int64_t nji_host_sum_cols(int64_t cols, int64_t real_size) {
+    return nji_ceil_div(cols, NJI_HOST_LINE / real_size) * (NJI_HOST_LINE / real_size);
+}
+
+/* Bytes of a thread's room for chunks of gamma and of beta, unless they are used where they lie. */
+static int64_t nji_host_gamma_bytes(const nji_host_job *job) {
+    return job->gamma.direct ? 0 : nji_host_sum_cols(job->chunk, job->real_size) * job->real_size;
+}
+
+static int64_t nji_host_beta_bytes(const nji_host_job *job) {
+    if (!job->is_forward || job->beta.direct) return 0;
+    return nji_host_sum_cols(job->chunk, job->real_size) * job->real_size;
+}
+
+/* Whether a row is so long that fetching the next one while this one is written would push this
+   one out of the nearest cache. */
+static int nji_host_is_long(const nji_host_job *job) {
+    return job->cols * job->panel_size > NJI_HOST_LONG_ROW;
+}
+
+/* Bytes to a row that is due soon; 0 if rows have no one distance. */
+static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_view *view) {
+    if (!job->in_place || nji_host_is_long(job)) return 0;
+    if (job->problem->row_dims != 1 || job->cols == 0) return 0;
+    return nji_ceil_div(NJI_HOST_AHEAD_BYTES, job->batch * job->cols * job->panel_size) *
+           job->batch * view->row_stride[0] * job->panel_size;
+}
+
+/* Readies a thread's room: no columns of gamma and beta loaded; 1 and 0 if they are absent. */
 static void nji_host_begin_work(const nji_host_job *job, nji_host_work *work) {
-    int64_t count = nji_min_i64(job->chunk, job->cols), c;
+    char *end = (char *)work->room + NJI_HOST_ROOM_BYTES;
+    int64_t c;
+    work->gamma = (char *)work->room;
+    work->beta = work->gamma + nji_host_gamma_bytes(job);
+    work->x = work->beta + nji_host_beta_bytes(job);
+    work->other = work->x + NJI_HOST_BUFFER_BYTES;
+    work->sums = NULL;
+    if (job->in_place && job->want_params && job->part_rows > NJI_HOST_SUM_ROWS &&
+        2 * job->sum_cols * job->real_size <= end - work->x)
+        work->sums = work->x;
     work->param_col = -1;
-    for (c = 0; c < count; c++) {
-        if (job->wide) {
-            work->gamma[c] = 1;
-            work->beta[c] = 0;
-        } else {
+    work->panel.first = 0;
+    work->panel.stream = job->stream_out;
+    work->panel.ahead = job->in_place && nji_host_is_long(job) ? NJI_HOST_AHEAD_IN_ROW : 0;
+    work->panel.x_ahead = nji_host_ahead(job, &job->x);
+    work->panel.dy_ahead = job->dy.data ? nji_host_ahead(job, &job->dy) : 0;
+    for (c = 0; c < job->chunk && !job->gamma.data; c++) {
+        if (job->wide)
+            ((double *)work->gamma)[c] = 1;
+        else
             ((float *)work->gamma)[c] = 1;
-            ((float *)work->beta)[c] = 0;
-        }
     }
+    if (job->is_forward && !job->beta.data)
+        memset(work->beta, 0, (size_t)(job->chunk * job->real_size));
 }
 
 /* Whether the panel holds whole rows: then they are fetched once. */
@@ -877,62 +985,61 @@ static int nji_host_one_chunk(const nji_host_job *job) {
     return job->cols <= job->chunk;
 }
 
-/* Bytes from a row of x in this panel to the same row of the next, when that is worth fetching
-   early: short rows leave memory idle in their last sweep, and their next panel is near. */
-static int64_t nji_host_ahead(const nji_host_job *job, const nji_host_work *work) {
-    if (!job->x.direct || job->problem->row_dims != 1 || !nji_host_one_chunk(job)) return 0;
-    if (work->row + 2 * job->group > job->rows) return 0;
-    return job->group * job->x.row_stride[0] * job->panel_size;
-}
-
-/* Points the panel's rows at the output, or at a buffer that nji_host_end_out will write from. */
+/* Points the panel at its rows of the output, or at a buffer that nji_host_end_out will write
+   from. */
 static void nji_host_begin_out(const nji_host_job *job, nji_host_work *work, int64_t col) {
-    int in_place = job->out.direct && !job->add_to_out && !job->stream_out, r;
-    nji_host_row_offsets(job->problem, job->out.row_stride, work->row, work->rows, work->offset);
-    for (r = 0; r < work->rows; r++)
-        work->panel.out[r] = in_place ? job->out.data + (work->offset[r] + col) * job->panel_size
-                                      : (char *)work->other + r * job->pitch * job->panel_size;
+    nji_host_panel *panel = &work->panel;
+    int64_t apart, at = nji_host_row_place(job->problem, job->out.row_stride, work->row, &apart);
+    if (job->out.direct && !job->add_to_out) {
+        panel->out = job->out.data + (at + col) * job->panel_size;
+        panel->out_step = apart * job->panel_size;
+    } else {
+        panel->out = work->other;
+        panel->out_step = job->pitch * job->panel_size;
+    }
 }
 
 static void nji_host_end_out(const nji_host_job *job, nji_host_work *work, int64_t col,
                              int64_t count) {
     int r;
-    if (job->stream_out) {
-        for (r = 0; r < work->rows; r++)
-            job->isa->stream(work->panel.out[r],
-                             job->out.data + (work->offset[r] + col) * job->panel_size,
-                             count * job->panel_size);
-        return;
+    if (job->out.direct && !job->add_to_out) return;
+    nji_host_row_offsets(job->problem, job->out.row_stride, work->row, work->rows, work->offset);
+    for (r = 0; r < work->rows && job->add_to_out; r++) { /* x's buffer is free by now */
+        nji_host_load(job, &job->out, work->offset + r, 1, col, count, work->x);
+        job->isa->add[job->wide](work->other + r * job->pitch * job->panel_size, work->x, count);
     }
-    if (job->add_to_out) {
-        for (r = 0; r < work->rows; r++) { /* x's buffer is free by now */
-            nji_host_load(job, &job->out, work->offset + r, 1, col, count, work->x);
-            job->isa->add[job->wide](work->panel.out[r], work->x, count);
-        }
-    }
-    if (!job->out.direct || job->add_to_out)
-        nji_host_store(job, &job->out, work->offset, work->rows, col, count, work->other);
+    nji_host_store(job, &job->out, work->offset, work->rows, col, count, work->other);
 }
 
 /* ---- one part of the rows ------------------------------------------------------------------- */
 
 static void nji_host_read_stats(const nji_host_job *job, nji_host_work *work,
                                 const nji_operand *stat, double *value) {
+    const nji_host_type *type = &nji_host_types[job->stat_dtype];
+    int64_t zero = 0, done, run, at, step;
     if (!stat->data) { /* dbeta alone: no statistic is given, none matters */
         memset(value, 0, (size_t)work->rows * sizeof *value);
         return;
     }
-    nji_host_row_offsets(job->problem, stat->stride, work->row, work->rows, work->offset);
-    nji_host_types[job->stat_dtype].load[1](stat->data, work->offset, 0, value, nji_host_count, 0,
-                                            work->rows, 1, 1);
+    for (done = 0; done < work->rows; done += run) {
+        run = nji_host_row_run(job->problem, work->row + done, work->rows - done);
+        at = nji_host_row_place(job->problem, stat->stride, work->row + done, &step);
+        type->load[1]((const char *)stat->data + at * type->size, &zero, step, value + done, &zero,
+                      1, 1, run, 0);
+    }
 }
 
 static void nji_host_write_stats(const nji_host_job *job, nji_host_work *work,
                                  const nji_operand *stat, const double *value) {
+    const nji_host_type *type = &nji_host_types[job->stat_dtype];
+    int64_t zero = 0, done, run, at, step;
     if (!stat->data) return;
-    nji_host_row_offsets(job->problem, stat->stride, work->row, work->rows, work->offset);
-    nji_host_types[job->stat_dtype].store[1](value, nji_host_count, 0, stat->data, work->offset, 0,
-                                             work->rows, 1, 1);
+    for (done = 0; done < work->rows; done += run) {
+        run = nji_host_row_run(job->problem, work->row + done, work->rows - done);
+        at = nji_host_row_place(job->problem, stat->stride, work->row + done, &step);
+        type->store[1](value + done, &zero, 1, (char *)stat->data + at * type->size, &zero, step, 1,
+                       run, 0);
+    }
 }
 
 /* The value rounded to the type of the arithmetic. */
@@ -940,72 +1047,56 @@ static double nji_host_round(const nji_host_job *job, double value) {
     return job->wide ? value : (double)(float)value;
 }
 
-/* Takes `step` over the panel, chunk by chunk. Row by row where memory is read in place: that keeps
-   to few streams, which processors fetch ahead by themselves. `fetched`: by an earlier sweep. */
-static void nji_host_sweep(const nji_host_job *job, nji_host_work *work,
-                           void (*step)(nji_host_panel *, int64_t), int want_dy, int fetched) {
+/* Points the panel at its rows of x and dy, at a chunk of their columns. */
+static void nji_host_fetch_rows(const nji_host_job *job, nji_host_work *work, int64_t col,
+                                int64_t count) {
     nji_host_panel *panel = &work->panel;
-    int rows = nji_host_one_chunk(job) || !job->x.direct ? work->rows : 1;
-    int in_place = job->x.direct && (!want_dy || (job->dy.direct && job->gamma.direct));
-    int64_t most = in_place ? NJI_HOST_SWEEP_COLS : job->chunk, col, count;
-    for (panel->begin = 0; panel->begin < work->rows; panel->begin += rows) {
-        panel->end = panel->begin + rows;
-        for (col = 0; col < job->cols; col += count) {
-            count = nji_min_i64(most, job->cols - col);
-            if (!fetched || !nji_host_one_chunk(job)) {
-                nji_host_fetch(job, work, &job->x, col, count, work->x, panel->x);
-                if (want_dy)
-                    nji_host_fetch(job, work, &job->dy, col, count, work->other, panel->dy);
-            }
-            if (want_dy) nji_host_fetch_params(job, work, col, count);
-            step(panel, count);
-        }
-    }
-    panel->begin = 0;
-    panel->end = work->rows;
+    panel->x = nji_host_fetch(job, work, &job->x, col, count, work->x, &panel->x_step);
+    if (job->dy.data)
+        panel->dy = nji_host_fetch(job, work, &job->dy, col, count, work->other, &panel->dy_step);
 }
 
-/* Mean and rstd of the panel's rows, by two sweeps: the second measures from the first's mean,
+/* Takes `step` over all columns of the rows in hand. `fetched`: by an earlier sweep. */
+static void nji_host_sweep(const nji_host_job *job, nji_host_work *work,
+                           void (*step)(nji_host_panel *, int64_t), int fetched) {
+    nji_host_panel *panel = &work->panel;
+    int64_t most = job->in_place ? NJI_HOST_SWEEP_COLS : job->chunk, col, count;
+    for (col = 0; col < job->cols; col += count) {
+        count = nji_min_i64(most, job->cols - col);
+        if (job->in_place) {
+            panel->first = col;
+        } else if (!fetched || !nji_host_one_chunk(job)) {
+            nji_host_fetch_rows(job, work, col, count);
+            nji_host_fetch_params(job, work, col, count);
+        }
+        step(panel, count);
+    }
+    panel->first = 0;
+}
+
+/* Mean and rstd of the rows in hand, by two sweeps: the second measures from the first's mean,
    which corrects that mean and cancels nothing however large |mean| is against the deviation. */
 static void nji_host_row_stats(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
-    double mean[NJI_HOST_ROWS], n = (double)job->cols;
+    double n = (double)job->cols;
     int r;
-    for (r = 0; r < work->rows; r++)
+    for (r = panel->begin; r < panel->end; r++)
         panel->sum[r] = 0;
-    nji_host_sweep(job, work, job->math->sum, 0, 0);
-    for (r = 0; r < work->rows; r++) {
+    nji_host_sweep(job, work, job->math->sum, 0);
+    for (r = panel->begin; r < panel->end; r++) {
         panel->center[r] = nji_host_round(job, panel->sum[r] / n);
         panel->sum[r] = panel->square[r] = 0;
     }
-    nji_host_sweep(job, work, job->math->moments, 0, 1);
-    for (r = 0; r < work->rows; r++) {
+    nji_host_sweep(job, work, job->math->moments, 1);
+    for (r = panel->begin; r < panel->end; r++) {
         /* a mean that is no number cannot be corrected, and its deviations are none either */
         int finite = panel->center[r] - panel->center[r] == 0;
         double off = finite ? panel->sum[r] / n : 0; /* true mean less center */
         double variance = panel->square[r] / n - off * off;
         if (variance < 0) variance = 0; /* NaN stays */
-        mean[r] = nji_host_round(job, panel->center[r] + off);
+        panel->mean[r] = nji_host_round(job, panel->center[r] + off);
         panel->rstd[r] = nji_host_round(job, 1 / sqrt(variance + job->problem->eps));
         panel->shift[r] = -off * panel->rstd[r];
-    }
-    nji_host_write_stats(job, work, &job->problem->mean, mean);
-    nji_host_write_stats(job, work, &job->problem->rstd, panel->rstd);
-}
-
-static void nji_host_forward_panel(const nji_host_job *job, nji_host_work *work) {
-    nji_host_panel *panel = &work->panel;
-    int64_t col, count;
-    nji_host_row_stats(job, work);
-    panel->ahead = nji_host_ahead(job, work);
-    for (col = 0; col < job->cols; col += count) {
-        count = nji_min_i64(job->chunk, job->cols - col);
-        if (!nji_host_one_chunk(job))
-            nji_host_fetch(job, work, &job->x, col, count, work->x, panel->x);
-        nji_host_fetch_params(job, work, col, count);
-        nji_host_begin_out(job, work, col);
-        job->math->forward(panel, count);
-        nji_host_end_out(job, work, col, count);
     }
 }
 
@@ -1014,10 +1105,10 @@ static void nji_host_row_means(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
     double n = (double)job->cols;
     int r;
-    for (r = 0; r < work->rows; r++)
+    for (r = panel->begin; r < panel->end; r++)
         panel->sum[r] = panel->square[r] = 0;
-    nji_host_sweep(job, work, job->math->backward_sums, 1, 0);
-    for (r = 0; r < work->rows; r++) {
+    nji_host_sweep(job, work, job->math->backward_sums, 0);
+    for (r = panel->begin; r < panel->end; r++) {
         panel->mean_g[r] = panel->sum[r] / n;
         panel->mean_gx[r] = panel->square[r] / n;
         /* one column: dx is 0, and not the rounding error that a fused multiply-add leaves */
@@ -1025,32 +1116,88 @@ static void nji_host_row_means(const nji_host_job *job, nji_host_work *work) {
     }
 }
 
+/* Readies a panel of the rows from `row` on, before `end`: all of it when rows are in place. */
+static void nji_host_open_panel(const nji_host_job *job, nji_host_work *work, int64_t row,
+                                int64_t end) {
+    int64_t rows = nji_min_i64(job->group, end - row);
+    if (job->x.direct || job->dy.direct || job->out.direct)
+        rows = nji_host_row_run(job->problem, row, rows);
+    work->row = row;
+    work->rows = (int)rows;
+    work->panel.begin = 0;
+    work->panel.end = work->rows;
+    if (!job->in_place) return;
+    nji_host_fetch_rows(job, work, 0, job->cols);
+    if (job->out.data) nji_host_begin_out(job, work, 0);
+    nji_host_fetch_params(job, work, 0, job->cols);
+}
+
+/* Takes the next batch of the panel's rows in hand; 0: there is none. */
+static int nji_host_next_batch(const nji_host_job *job, nji_host_work *work, int *done) {
+    work->panel.begin = *done;
+    work->panel.end = *done = (int)nji_min_i64(*done + job->batch, work->rows);
+    return work->panel.begin < work->panel.end;
+}
+
+static void nji_host_forward_panel(const nji_host_job *job, nji_host_work *work) {
+    nji_host_panel *panel = &work->panel;
+    int64_t col, count;
+    int done = 0;
+    while (nji_host_next_batch(job, work, &done)) {
+        nji_host_row_stats(job, work);
+        if (job->in_place) {
+            job->math->forward(panel, job->cols);
+            continue;
+        }
+        for (col = 0; col < job->cols; col += count) {
+            count = nji_min_i64(job->chunk, job->cols - col);
+            if (!nji_host_one_chunk(job)) nji_host_fetch_rows(job, work, col, count);
+            nji_host_fetch_params(job, work, col, count);
+            nji_host_begin_out(job, work, col);
+            job->math->forward(panel, count);
+            nji_host_end_out(job, work, col, count);
+        }
+    }
+    nji_host_write_stats(job, work, &job->problem->mean, panel->mean);
+    nji_host_write_stats(job, work, &job->problem->rstd, panel->rstd);
+}
+
+/* dgamma, dbeta: the part's sums, or NULL. */
 static void nji_host_backward_panel(const nji_host_job *job, nji_host_work *work, char *dgamma,
                                     char *dbeta) {
     nji_host_panel *panel = &work->panel;
-    int want_dx = job->out.data != NULL;
+    int want_dx = job->out.data != NULL, done = 0;
+    void (*write)(const nji_host_panel *, int64_t) = !want_dx           ? job->math->params
+                                                     : job->want_params ? job->math->dx_params
+                                                                        : job->math->dx;
+    int whole = want_dx && job->in_place && job->cols <= NJI_HOST_SWEEP_COLS;
     int64_t col, count;
     nji_host_read_stats(job, work, &job->problem->mean, panel->center);
     nji_host_read_stats(job, work, &job->problem->rstd, panel->rstd);
-    if (want_dx) nji_host_row_means(job, work);
-    for (col = 0; col < job->cols; col += count) {
-        count = nji_min_i64(job->chunk, job->cols - col);
-        if (!want_dx || !nji_host_one_chunk(job)) {
-            nji_host_fetch(job, work, &job->x, col, count, work->x, panel->x);
-            nji_host_fetch(job, work, &job->dy, col, count, work->other, panel->dy);
-        }
-        nji_host_fetch_params(job, work, col, count);
-        if (job->want_params) {
-            panel->dgamma = dgamma + col * job->real_size;
-            panel->dbeta = dbeta + col * job->real_size;
-        }
-        if (!want_dx) {
-            job->math->params(panel, count);
+    panel->dgamma = dgamma;
+    panel->dbeta = dbeta;
+    if (whole) {
+        (job->want_params ? job->math->whole_dx_params : job->math->whole_dx)(panel, job->cols);
+        return;
+    }
+    while (nji_host_next_batch(job, work, &done)) {
+        if (want_dx) nji_host_row_means(job, work);
+        if (job->in_place) {
+            write(panel, job->cols);
             continue;
         }
-        nji_host_begin_out(job, work, col);
-        (job->want_params ? job->math->dx_params : job->math->dx)(panel, count);
-        nji_host_end_out(job, work, col, count);
+        for (col = 0; col < job->cols; col += count) {
+            count = nji_min_i64(job->chunk, job->cols - col);
+            if (!want_dx || !nji_host_one_chunk(job)) nji_host_fetch_rows(job, work, col, count);
+            nji_host_fetch_params(job, work, col, count);
+            if (job->want_params) {
+                panel->dgamma = dgamma + col * job->real_size;
+                panel->dbeta = dbeta + col * job->real_size;
+            }
+            if (want_dx) nji_host_begin_out(job, work, col);
+            write(panel, count);
+            if (want_dx) nji_host_end_out(job, work, col, count);
+        }
     }
 }
 
@@ -1058,29 +1205,31 @@ static void nji_host_forward_part(const nji_host_job *job, int64_t part) {
     nji_host_work work;
     int64_t row = part * job->part_rows, end = nji_min_i64(row + job->part_rows, job->rows);
     nji_host_begin_work(job, &work);
-    for (; row < end; row += job->group) {
-        work.row = row;
-        work.rows = work.panel.end = (int)nji_min_i64(job->group, end - row);
-        work.panel.begin = 0;
+    for (; row < end; row += work.rows) {
+        nji_host_open_panel(job, &work, row, end);
         nji_host_forward_panel(job, &work);
     }
-    if (job->stream_out) nji_host_fence();
 }
 
 static void nji_host_backward_part(const nji_host_job *job, int64_t part) {
     nji_host_work work;
     int64_t row = part * job->part_rows, end = nji_min_i64(row + job->part_rows, job->rows);
-    int64_t bytes = job->cols * job->real_size;
-    char *dgamma = job->want_params ? job->partial + part * 2 * bytes : NULL;
-    if (bytes > 0 && job->want_params) memset(dgamma, 0, (size_t)(2 * bytes));
+    int64_t bytes = job->want_params ? job->sum_cols * job->real_size : 0, summed = row;
+    char *total = job->partial + part * 2 * bytes, *sums;
     nji_host_begin_work(job, &work);
-    for (; row < end; row += job->group) {
-        work.row = row;
-        work.rows = work.panel.end = (int)nji_min_i64(job->group, end - row);
-        work.panel.begin = 0;
-        nji_host_backward_panel(job, &work, dgamma, job->want_params ? dgamma + bytes : NULL);
+    sums = work.sums ? work.sums : total;
+    if (bytes > 0) memset(total, 0, (size_t)(2 * bytes));
+    if (bytes > 0 && work.sums) memset(sums, 0, (size_t)(2 * bytes));
+    for (; row < end; row += work.rows) {
+        if (work.sums && row - summed >= NJI_HOST_SUM_ROWS) {
+            job->isa->add[job->wide](total, sums, 2 * job->sum_cols);
+            memset(sums, 0, (size_t)(2 * bytes));
+            summed = row;
+        }
+        nji_host_open_panel(job, &work, row, end);
+        nji_host_backward_panel(job, &work, sums, sums + bytes);
     }
-    if (job->stream_out) nji_host_fence();
+    if (work.sums) job->isa->add[job->wide](total, sums, 2 * job->sum_cols);
 }
 
 /* ---- parameter gradients -------------------------------------------------------------------- */
@@ -1096,7 +1245,7 @@ static void nji_host_finish_param(const nji_host_job *job, const nji_host_view *
         sum[c] = 0;
     for (part = 0; part < job->parts; part++)
         job->isa->add_wide[job->wide](
-            sum, job->partial + ((part * 2 + which) * job->cols + col) * job->real_size, count);
+            sum, job->partial + ((part * 2 + which) * job->sum_cols + col) * job->real_size, count);
     for (done = 0; done < count; done += run) {
         char *base;
         run =
@@ -1143,8 +1292,9 @@ static int64_t nji_host_workspace(const nj_desc *desc, int64_t rows, int64_t col
     if (desc->op != NJ_OP_LAYER_NORM_BACKWARD || !(desc->grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)))
         return 0;
     nji_host_split(rows, cols, nji_host_real_size(desc), &part_rows, &parts);
+    cols = nji_host_sum_cols(cols, nji_host_real_size(desc));
     if (!nji_mul_i64(parts, 2 * nji_host_real_size(desc), &bytes) ||
-        !nji_mul_i64(bytes, cols, &bytes))
+        !nji_mul_i64(bytes, cols, &bytes) || !nji_add_i64(bytes, NJI_HOST_LINE, &bytes))
         return -1;
     return bytes;
 }
@@ -1188,77 +1338,106 @@ static void nji_host_choose_panel(nji_host_job *job) {
     job->beta.direct = job->beta.data && job->beta.packed_cols && job->beta.dtype == real;
 }
 
-/* Chooses the shape of panels and parts. */
-static void nji_host_shape_job(nji_host_job *job) {
-    int64_t width, panel, in_cache;
+/* Chooses the shape of panels. */
+static void nji_host_shape_panel(nji_host_job *job) {
     int along_rows = job->x.along_rows || job->dy.along_rows || job->out.along_rows;
+    int64_t cols = job->cols > 0 ? job->cols : 1, row_bytes = cols * job->panel_size;
+    job->chunk = cols; /* for now, as if rows were used in place: whether gamma and beta fit */
+    job->in_place = job->x.direct && (!job->dy.data || job->dy.direct) &&
+                    (!job->out.data || job->out.direct) && !job->add_to_out &&
+                    nji_host_gamma_bytes(job) <= NJI_HOST_ROOM_BYTES &&
+                    nji_host_gamma_bytes(job) + nji_host_beta_bytes(job) <= NJI_HOST_ROOM_BYTES;
+    if (job->in_place) {
+        job->group = NJI_HOST_ROWS;
+        job->batch = !job->is_forward || row_bytes > NJI_HOST_SHORT_ROW
+                         ? 1
+                         : nji_min_i64(NJI_HOST_BATCH_BYTES / row_bytes, NJI_HOST_ROWS);
+        return;
+    }
     /* where rows lie together, panels are tall: then memory is walked by whole cache lines */
-    job->chunk = NJI_HOST_CHUNK_BYTES / job->real_size / (along_rows ? 4 : 1);
-    width = nji_min_i64(job->chunk, job->cols > 0 ? job->cols : 1);
-    job->pitch = width + NJI_HOST_PAD_BYTES / job->panel_size;
-    panel = !along_rows && width * job->panel_size <= NJI_HOST_SHORT_ROW ? NJI_HOST_SHORT_PANEL
-                                                                         : NJI_HOST_PANEL_BYTES;
-    job->group = nji_min_i64(panel / job->panel_size / width, NJI_HOST_ROWS);
-    in_cache = NJI_HOST_GROUP_BYTES / job->panel_size / (job->cols > 0 ? job->cols : 1);
-    if (!along_rows && job->group > in_cache) job->group = in_cache > 0 ? in_cache : 1;
+    job->chunk = nji_min_i64(NJI_HOST_CHUNK_BYTES / job->real_size / (along_rows ? 4 : 1), cols);
+    job->pitch = job->chunk + NJI_HOST_PAD_BYTES / job->panel_size;
+    job->group = nji_min_i64(NJI_HOST_PANEL_BYTES / job->panel_size / job->chunk, NJI_HOST_ROWS);
+    job->batch = job->group;
+}
+
+/* Chooses the shape of parts, and how the output is written. */
+static void nji_host_shape_job(nji_host_job *job) {
+    int64_t lanes = job->isa->vector_bytes / job->real_size, d;
+    nji_host_shape_panel(job);
     if (job->want_params) {
         nji_host_split(job->rows, job->cols, job->real_size, &job->part_rows, &job->parts);
     } else {
-        job->part_rows = (NJI_HOST_PARALLEL_FROM / width / job->group + 1) * job->group;
-        job->parts = job->rows / job->part_rows + (job->rows % job->part_rows != 0);
+        int64_t cols = job->cols > 0 ? job->cols : 1;
+        job->part_rows = (NJI_HOST_PARALLEL_FROM / cols / job->group + 1) * job->group;
+        job->parts = nji_ceil_div(job->rows, job->part_rows);
     }
-    job->stream_out = job->isa->stream && job->out.data && job->out.direct && !job->add_to_out &&
-                      job->rows * job->cols * job->panel_size >= NJI_HOST_STREAM_FROM;
-    if (job->out.data == job->x.data || job->out.data == job->dy.data) job->stream_out = 0;
+    /* rows of whole vectors, that start on 16 bytes */
+    job->stream_out = job->isa->streams && job->out.data && job->out.direct && !job->add_to_out &&
+                      job->rows * job->cols * job->panel_size >= NJI_HOST_STREAM_FROM &&
+                      job->cols % lanes == 0 && (uintptr_t)job->out.data % 16 == 0 &&
+                      job->out.data != job->x.data && job->out.data != job->dy.data;
+    for (d = 0; d < job->problem->row_dims && job->out.data; d++)
+        if (job->out.row_stride[d] * job->panel_size % 16 != 0) job->stream_out = 0;
 }
 
+/* Runs the tasks, in any order and on any thread; what they wrote past the caches is then seen.
+   Each thread takes neighbours, since what it fetches ahead at the end of one starts the next. */
 static void nji_host_for_each(void (*task)(const nji_host_job *, int64_t), const nji_host_job *job,
                               int64_t count) {
     int64_t i;
 #ifdef _OPENMP
     if (count > 1 && job->rows * job->cols >= NJI_HOST_PARALLEL_FROM) {
-#pragma omp parallel for schedule(dynamic)
-        for (i = 0; i < count; i++)
-            task(job, i);
+#pragma omp parallel
+        {
+#pragma omp for schedule(static) nowait
+            for (i = 0; i < count; i++)
+                task(job, i);
+            nji_host_fence();
+        }
         return;
     }
 #endif
     for (i = 0; i < count; i++)
         task(job, i);
+    nji_host_fence();
 }
 
 /* Computes the problem; all is validated and desc has no defaults left. Needs no memory but the
    workspace (16-byte aligned) and some 64 KB of stack per thread. */
 static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *workspace) {
     nji_host_job job;
-    int is_forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
-    unsigned grads = is_forward ? 0 : problem->grads;
+    unsigned grads = desc->op == NJ_OP_LAYER_NORM_FORWARD ? 0 : problem->grads;
     job.problem = problem;
     job.isa = nji_host_pick_isa();
+    job.is_forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
     job.wide = desc->dtype == NJ_F64;
     job.real_size = nji_host_real_size(desc);
     job.rows = problem->rows;
     job.cols = problem->cols;
     job.stat_dtype = (int)desc->stat_dtype;
+    job.sum_cols = nji_host_sum_cols(job.cols, job.real_size);
     job.partial = (char *)workspace;
+    job.partial += (0 - (uintptr_t)workspace) % NJI_HOST_LINE;
     job.want_params = (grads & (NJ_GRAD_DGAMMA | NJ_GRAD_DBETA)) != 0;
     job.add_to_out = (grads & problem->accumulate & NJ_GRAD_DX) != 0;
     /* dbeta alone comes without x: dy stands in for it, and what is made of it goes nowhere */
     job.x =
         nji_host_make_view(&job, problem->x.data ? &problem->x : &problem->dy, (int)desc->dtype, 1);
-    job.dy = nji_host_make_view(&job, &problem->dy, (int)desc->dtype, !is_forward);
+    job.dy = nji_host_make_view(&job, &problem->dy, (int)desc->dtype, !job.is_forward);
     job.gamma = nji_host_make_view(&job, &problem->gamma, (int)desc->param_dtype, 1);
-    job.beta = nji_host_make_view(&job, &problem->beta, (int)desc->param_dtype, is_forward);
+    job.beta = nji_host_make_view(&job, &problem->beta, (int)desc->param_dtype, job.is_forward);
     job.dgamma = nji_host_make_view(&job, &problem->dgamma, (int)desc->param_dtype,
                                     (grads & NJ_GRAD_DGAMMA) != 0);
     job.dbeta = nji_host_make_view(&job, &problem->dbeta, (int)desc->param_dtype,
                                    (grads & NJ_GRAD_DBETA) != 0);
-    job.out = is_forward ? nji_host_make_view(&job, &problem->y, (int)desc->dtype, 1)
-                         : nji_host_make_view(&job, &problem->dx, (int)desc->dtype,
-                                              (grads & NJ_GRAD_DX) != 0);
+    job.out = job.is_forward ? nji_host_make_view(&job, &problem->y, (int)desc->dtype, 1)
+                             : nji_host_make_view(&job, &problem->dx, (int)desc->dtype,
+                                                  (grads & NJ_GRAD_DX) != 0);
     nji_host_choose_panel(&job);
     nji_host_shape_job(&job);
-    nji_host_for_each(is_forward ? nji_host_forward_part : nji_host_backward_part, &job, job.parts);
+    nji_host_for_each(job.is_forward ? nji_host_forward_part : nji_host_backward_part, &job,
+                      job.parts);
     if (job.want_params)
         nji_host_for_each(nji_host_finish_cols, &job, nji_ceil_div(job.cols, NJI_HOST_FINISH_COLS));
 }

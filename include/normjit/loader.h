@@ -27,11 +27,9 @@ typedef unsigned long long nji_cu_pointer;
 /* CUresult */
 enum {
     NJI_CU_SUCCESS = 0,
-    NJI_CU_INVALID_VALUE = 1,
     NJI_CU_OUT_OF_MEMORY = 2,
     NJI_CU_STUB_LIBRARY = 34,
     NJI_CU_NO_DEVICE = 100,
-    NJI_CU_INVALID_IMAGE = 200,
     NJI_CU_NO_BINARY_FOR_GPU = 209,
     NJI_CU_INVALID_PTX = 218,
     NJI_CU_UNSUPPORTED_PTX_VERSION = 222
@@ -40,52 +38,34 @@ enum {
 /* CUdevice_attribute */
 enum {
     NJI_CU_DEVICE_MULTIPROCESSORS = 16,
-    NJI_CU_DEVICE_L2_BYTES = 38,
-    NJI_CU_DEVICE_THREADS_PER_MULTIPROCESSOR = 39,
     NJI_CU_DEVICE_CC_MAJOR = 75,
-    NJI_CU_DEVICE_CC_MINOR = 76,
-    NJI_CU_DEVICE_SHARED_PER_MULTIPROCESSOR = 81,
-    NJI_CU_DEVICE_SHARED_PER_BLOCK_OPTIN = 97
-};
-
-/* CUfunction_attribute */
-enum {
-    NJI_CU_FUNCTION_LOCAL_BYTES = 3,
-    NJI_CU_FUNCTION_REGISTERS = 4,
-    NJI_CU_FUNCTION_MAX_DYNAMIC_SHARED = 8
+    NJI_CU_DEVICE_CC_MINOR = 76
 };
 
 /* CUpointer_attribute; the first is answered with a CUmemorytype */
 enum {
     NJI_CU_POINTER_MEMORY_TYPE = 2,
     NJI_CU_POINTER_DEVICE_ORDINAL = 9,
-    NJI_CU_MEMORY_HOST = 1,
-    NJI_CU_MEMORY_DEVICE = 2,
-    NJI_CU_MEMORY_UNIFIED = 4
+    NJI_CU_MEMORY_DEVICE = 2
 };
 
 /* CUjit_option; sizes travel in the value itself, not through a pointer */
 enum {
-    NJI_CU_JIT_INFO_LOG = 3,
-    NJI_CU_JIT_INFO_LOG_BYTES = 4,
     NJI_CU_JIT_ERROR_LOG = 5,
     NJI_CU_JIT_ERROR_LOG_BYTES = 6
 };
 
-/* CUstreamCaptureStatus, CUstreamCaptureMode */
-enum { NJI_CU_CAPTURE_NONE = 0, NJI_CU_CAPTURE_MODE_RELAXED = 2 };
+/* CUstreamCaptureStatus */
+enum { NJI_CU_CAPTURE_NONE = 0 };
 
 /* CUlaunchAttributeID */
-enum { NJI_CU_LAUNCH_CLUSTER_DIMENSION = 4, NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION = 6 };
+enum { NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION = 6 };
 
 typedef struct nji_cu_launch_attribute {
     int id;
     int pad;
     union {
         char bytes[64]; /* the size that the driver steps by */
-        struct {
-            unsigned x, y, z;
-        } cluster;
         int programmatic_serialization;
         uint64_t alignment;
     } value;
@@ -126,12 +106,6 @@ typedef struct nji_driver {
     nji_cu_result(NJI_CU_CALL *cuModuleUnload)(nji_cu_module module);
     nji_cu_result(NJI_CU_CALL *cuModuleGetFunction)(nji_cu_function *function, nji_cu_module module,
                                                     const char *name);
-    nji_cu_result(NJI_CU_CALL *cuFuncSetAttribute)(nji_cu_function function, int attribute,
-                                                   int value);
-    nji_cu_result(NJI_CU_CALL *cuFuncGetAttribute)(int *value, int attribute,
-                                                   nji_cu_function function);
-    nji_cu_result(NJI_CU_CALL *cuOccupancyMaxActiveBlocksPerMultiprocessor)(
-        int *blocks, nji_cu_function function, int threads, size_t shared_bytes);
     nji_cu_result(NJI_CU_CALL *cuLaunchKernel)(nji_cu_function function, unsigned grid_x,
                                                unsigned grid_y, unsigned grid_z, unsigned block_x,
                                                unsigned block_y, unsigned block_z,
@@ -143,7 +117,6 @@ typedef struct nji_driver {
     nji_cu_result(NJI_CU_CALL *cuPointerGetAttribute)(void *value, int attribute,
                                                       nji_cu_pointer pointer);
     nji_cu_result(NJI_CU_CALL *cuStreamIsCapturing)(nji_cu_stream stream, int *status);
-    nji_cu_result(NJI_CU_CALL *cuThreadExchangeStreamCaptureMode)(int *mode);
 } nji_driver;
 
 /* ---- what we use of NVRTC's interface ------------------------------------------------------- */
@@ -296,14 +269,9 @@ static const nji_symbol nji_driver_symbols[] = {
     NJI_DRIVER_SYMBOL(cuModuleLoadDataEx, "cuModuleLoadDataEx"),
     NJI_DRIVER_SYMBOL(cuModuleUnload, "cuModuleUnload"),
     NJI_DRIVER_SYMBOL(cuModuleGetFunction, "cuModuleGetFunction"),
-    NJI_DRIVER_SYMBOL(cuFuncSetAttribute, "cuFuncSetAttribute"),
-    NJI_DRIVER_SYMBOL(cuFuncGetAttribute, "cuFuncGetAttribute"),
-    NJI_DRIVER_SYMBOL(cuOccupancyMaxActiveBlocksPerMultiprocessor,
-                      "cuOccupancyMaxActiveBlocksPerMultiprocessor"),
     NJI_DRIVER_SYMBOL(cuLaunchKernel, "cuLaunchKernel"),
     NJI_DRIVER_SYMBOL(cuPointerGetAttribute, "cuPointerGetAttribute"),
     NJI_DRIVER_SYMBOL(cuStreamIsCapturing, "cuStreamIsCapturing"),
-    NJI_DRIVER_SYMBOL(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode"),
     {"cuLaunchKernelEx", offsetof(nji_driver, cuLaunchKernelEx), 1}};
 #undef NJI_DRIVER_SYMBOL
 

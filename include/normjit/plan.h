@@ -26,14 +26,15 @@ static int nji_is_forward(const nj_desc *desc) {
 
 static nj_status nji_check_types(nj_desc *desc, const char *call) {
     if (!nj_dtype_size(desc->dtype)) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.dtype = %d: must be NJ_F16, BF16, F32 or F64",
-                        call, (int)desc->dtype);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.dtype = %d: must be NJ_F16, BF16, F32 or F64", call,
+                        (int)desc->dtype);
     }
     if (desc->param_dtype == NJ_DTYPE_UNSET) desc->param_dtype = desc->dtype;
     if (!nj_dtype_size(desc->param_dtype)) {
         return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: desc.param_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (dtype)", call,
-                        (int)desc->param_dtype);
+                        "%s: desc.param_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (dtype)",
+                        call, (int)desc->param_dtype);
     }
     if (desc->param_dtype == NJ_F64 && desc->dtype != NJ_F64) {
         return nji_fail(NJ_UNSUPPORTED, "%s: desc.param_dtype = NJ_F64: needs dtype NJ_F64", call);
@@ -42,14 +43,16 @@ static nj_status nji_check_types(nj_desc *desc, const char *call) {
         desc->stat_dtype = desc->dtype == NJ_F64 ? NJ_F64 : NJ_F32;
     }
     if (!nj_dtype_size(desc->stat_dtype)) {
-        return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: desc.stat_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (f32; f64 for f64)",
-                        call, (int)desc->stat_dtype);
+        return nji_fail(
+            NJ_INVALID_ARGUMENT,
+            "%s: desc.stat_dtype = %d: must be NJ_F16, BF16, F32, F64 or 0 (f32; f64 for f64)",
+            call, (int)desc->stat_dtype);
     }
     if (desc->stat_dtype != desc->dtype && (desc->stat_dtype != NJ_F32 || desc->dtype == NJ_F64)) {
-        return nji_fail(NJ_UNSUPPORTED,
-                        "%s: desc.stat_dtype = %d: must be dtype (%d), or NJ_F32 with a narrower dtype",
-                        call, (int)desc->stat_dtype, (int)desc->dtype);
+        return nji_fail(
+            NJ_UNSUPPORTED,
+            "%s: desc.stat_dtype = %d: must be dtype (%d), or NJ_F32 with a narrower dtype", call,
+            (int)desc->stat_dtype, (int)desc->dtype);
     }
     return NJ_OK;
 }
@@ -57,17 +60,19 @@ static nj_status nji_check_types(nj_desc *desc, const char *call) {
 static nj_status nji_check_grads(nj_desc *desc, const char *call) {
     const unsigned all = NJ_GRAD_DX | NJ_GRAD_DGAMMA | NJ_GRAD_DBETA;
     if (desc->grads & ~all) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.grads = 0x%x: only NJ_GRAD_* bits may be set",
-                        call, (unsigned)desc->grads);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.grads = 0x%x: only NJ_GRAD_* bits may be set", call,
+                        (unsigned)desc->grads);
     }
     if (desc->accumulate & ~all) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.accumulate = 0x%x: only NJ_GRAD_* bits may be set",
-                        call, (unsigned)desc->accumulate);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.accumulate = 0x%x: only NJ_GRAD_* bits may be set", call,
+                        (unsigned)desc->accumulate);
     }
     if (nji_is_forward(desc)) {
         if (desc->grads | desc->accumulate) {
-            return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.%s = 0x%x: a forward has no gradients", call,
-                            desc->grads ? "grads" : "accumulate",
+            return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.%s = 0x%x: a forward has no gradients",
+                            call, desc->grads ? "grads" : "accumulate",
                             (unsigned)(desc->grads ? desc->grads : desc->accumulate));
         }
         return NJ_OK;
@@ -85,8 +90,8 @@ static nj_status nji_check_grads(nj_desc *desc, const char *call) {
                         (unsigned)desc->grads);
     }
     if (desc->accumulate & ~desc->grads) {
-        return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.accumulate = 0x%x: not all in grads (0x%x)", call,
-                        (unsigned)desc->accumulate, (unsigned)desc->grads);
+        return nji_fail(NJ_INVALID_PROBLEM, "%s: desc.accumulate = 0x%x: not all in grads (0x%x)",
+                        call, (unsigned)desc->accumulate, (unsigned)desc->grads);
     }
     return NJ_OK;
 }
@@ -111,8 +116,8 @@ static nj_status nji_check_desc(nj_desc *desc, int64_t *rows, int64_t *cols, con
     status = nji_check_types(desc, call);
     if (status != NJ_OK) return status;
     if (nji_is_forward(desc) && !(desc->eps >= 0 && desc->eps <= DBL_MAX)) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.eps = %g: must be finite and 0 or more", call,
-                        desc->eps);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.eps = %g: must be finite and 0 or more",
+                        call, desc->eps);
     }
     return nji_check_grads(desc, call);
 }
@@ -125,22 +130,22 @@ typedef struct nji_views {
     int guide; /* the output of x's shape, else dy */
 } nji_views;
 
-#define NJI_VIEW(set, args, field, kind_of, type_of, is_written) \
-    do { \
-        nji_view *added = &(set)->view[(set)->count++]; \
-        added->name = #field; \
-        added->data = (void *)(uintptr_t)(args)->field.data; \
-        added->shape = (args)->field.shape; \
-        added->stride = (args)->field.stride; \
-        added->offset = (args)->field.offset; \
-        added->count = (args)->field.count; \
-        added->rank = (args)->field.rank; \
-        added->kind = (kind_of); \
-        added->dtype = (type_of); \
-        added->size = (int32_t)nj_dtype_size(type_of); \
-        added->writable = (is_written); \
-        added->empty = 0; \
-        added->slot = offsetof(nji_problem, field); \
+#define NJI_VIEW(set, args, field, kind_of, type_of, is_written)                                   \
+    do {                                                                                           \
+        nji_view *added = &(set)->view[(set)->count++];                                            \
+        added->name = #field;                                                                      \
+        added->data = (void *)(uintptr_t)(args)->field.data;                                       \
+        added->shape = (args)->field.shape;                                                        \
+        added->stride = (args)->field.stride;                                                      \
+        added->offset = (args)->field.offset;                                                      \
+        added->count = (args)->field.count;                                                        \
+        added->rank = (args)->field.rank;                                                          \
+        added->kind = (kind_of);                                                                   \
+        added->dtype = (type_of);                                                                  \
+        added->size = (int32_t)nj_dtype_size(type_of);                                             \
+        added->writable = (is_written);                                                            \
+        added->empty = 0;                                                                          \
+        added->slot = offsetof(nji_problem, field);                                                \
     } while (0)
 
 /* Lists the operands that the descriptor uses; what it does not use is not looked at. */
@@ -188,8 +193,8 @@ static nj_status nji_check_args(const nj_plan *plan, const nj_args *args, nji_vi
     return nji_cuda_check_operands(&plan->ctx->cuda, set->view, set->count, call);
 }
 
-static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set, const void *workspace,
-                                     size_t size, const char *call) {
+static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set,
+                                     const void *workspace, size_t size, const char *call) {
     const uintptr_t alignment = plan->backend == NJ_BACKEND_CUDA ? 256 : 16;
     const uintptr_t first = (uintptr_t)workspace;
     int i;
@@ -204,8 +209,8 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set, 
                               plan->workspace_bytes);
     }
     if (first % alignment != 0) {
-        return nji_fail(NJ_MISALIGNED_OPERAND, "%s: workspace = %p: must be a multiple of %d bytes", call,
-                        workspace, (int)alignment);
+        return nji_fail(NJ_MISALIGNED_OPERAND, "%s: workspace = %p: must be a multiple of %d bytes",
+                        call, workspace, (int)alignment);
     }
     for (i = 0; i < set->count; i++) {
         const nji_view *view = &set->view[i];
@@ -213,8 +218,8 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set, 
             nji_first_byte(view) >= first + plan->workspace_bytes) {
             continue;
         }
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: workspace overlaps args.%s: it must be apart", call,
-                        view->name);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: workspace overlaps args.%s: it must be apart",
+                        call, view->name);
     }
     return NJ_OK;
 }
@@ -253,17 +258,17 @@ static void nji_ctx_release(nj_ctx *ctx) {
 
 static nj_status nji_check_ctx_desc(const nj_ctx_desc *desc, const char *call) {
     if (desc->device < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.device = %d: a device ordinal is 0 or more", call,
-                        (int)desc->device);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.device = %d: a device ordinal is 0 or more",
+                        call, (int)desc->device);
     }
     if (desc->flags & ~(uint32_t)(NJ_CTX_CHECK_POINTERS | NJ_CTX_FALLBACK_PTX)) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.flags = 0x%x: only NJ_CTX_* bits may be set", call,
-                        (unsigned)desc->flags);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.flags = 0x%x: only NJ_CTX_* bits may be set",
+                        call, (unsigned)desc->flags);
     }
     if (desc->backend != NJ_BACKEND_AUTO && desc->backend != NJ_BACKEND_CUDA &&
         desc->backend != NJ_BACKEND_HOST) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.backend = %d: must be one of NJ_BACKEND_*", call,
-                        (int)desc->backend);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.backend = %d: must be one of NJ_BACKEND_*",
+                        call, (int)desc->backend);
     }
     return NJ_OK;
 }
@@ -333,7 +338,8 @@ NJ_API const char *nj_ctx_info(const nj_ctx *ctx) {
 
 NJ_API nj_status nj_ctx_cache_stats(nj_ctx *ctx, nj_cache_stats *out) {
     static const char call[] = "nj_ctx_cache_stats";
-    if (!out) return nji_fail(NJ_INVALID_ARGUMENT, "%s: out = NULL: nowhere to put the counts", call);
+    if (!out)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: out = NULL: nowhere to put the counts", call);
     memset(out, 0, sizeof *out);
     if (!ctx) return nji_fail(NJ_INVALID_ARGUMENT, "%s: ctx = NULL: a ctx is required", call);
     nji_lock_enter(&ctx->lock);
@@ -353,7 +359,8 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size) {
 #endif
     size_t i;
     if (!buffer) return nji_fail(NJ_INVALID_ARGUMENT, "%s: buffer = NULL: nowhere to put it", call);
-    if (!size) return nji_fail(NJ_INVALID_ARGUMENT, "%s: size = 0: no room for the end of text", call);
+    if (!size)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: size = 0: no room for the end of text", call);
     buffer[0] = 0;
     for (i = 0; i < sizeof variable / sizeof variable[0]; i++) {
         const char *root = getenv(variable[i]);
@@ -361,8 +368,8 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size) {
         if (!root || !root[0]) continue;
         needed = strlen(root) + strlen(suffix[i]) + 1;
         if (needed > size) {
-            return nji_fail_sized(NJ_BUFFER_TOO_SMALL, needed, size, "%s: size = %zu: needs %zu bytes",
-                                  call, size, needed);
+            return nji_fail_sized(NJ_BUFFER_TOO_SMALL, needed, size,
+                                  "%s: size = %zu: needs %zu bytes", call, size, needed);
         }
         snprintf(buffer, size, "%s%s", root, suffix[i]);
         return NJ_OK;
@@ -376,11 +383,13 @@ static nj_status nji_check_preference(const nj_ctx *ctx, const nj_preference *pr
                                       nj_backend *backend, const char *call) {
     *backend = pref->prefer_backend == NJ_BACKEND_AUTO ? ctx->backend : pref->prefer_backend;
     if (*backend != NJ_BACKEND_CUDA && *backend != NJ_BACKEND_HOST) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: pref.prefer_backend = %d: must be one of NJ_BACKEND_*",
-                        call, (int)pref->prefer_backend);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: pref.prefer_backend = %d: must be one of NJ_BACKEND_*", call,
+                        (int)pref->prefer_backend);
     }
     if (*backend == NJ_BACKEND_CUDA && ctx->backend != NJ_BACKEND_CUDA) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: pref.prefer_backend = CUDA: the ctx is a host ctx", call);
+        return nji_fail(NJ_UNSUPPORTED, "%s: pref.prefer_backend = CUDA: the ctx is a host ctx",
+                        call);
     }
     return NJ_OK; /* every kernel is deterministic and batch-invariant: those demands are met */
 }
@@ -388,13 +397,14 @@ static nj_status nji_check_preference(const nj_ctx *ctx, const nj_preference *pr
 static nj_status nji_select_host(nj_plan *plan, const nj_preference *pref, const char *call) {
     int64_t bytes = nji_host_workspace(&plan->desc, plan->rows, plan->cols);
     if (bytes < 0 || (uint64_t)bytes > SIZE_MAX) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.shape: the workspace would overflow size_t", call);
+        return nji_fail(NJ_UNSUPPORTED, "%s: desc.shape: the workspace would overflow size_t",
+                        call);
     }
     if (pref->max_workspace_bytes && (uint64_t)bytes > pref->max_workspace_bytes) {
-        return nji_fail_sized(NJ_UNSUPPORTED, (uint64_t)bytes, pref->max_workspace_bytes,
-                              "%s: pref.max_workspace_bytes = %llu: the host backend needs %llu bytes",
-                              call, (unsigned long long)pref->max_workspace_bytes,
-                              (unsigned long long)bytes);
+        return nji_fail_sized(
+            NJ_UNSUPPORTED, (uint64_t)bytes, pref->max_workspace_bytes,
+            "%s: pref.max_workspace_bytes = %llu: the host backend needs %llu bytes", call,
+            (unsigned long long)pref->max_workspace_bytes, (unsigned long long)bytes);
     }
     plan->workspace_bytes = (size_t)bytes;
     return NJ_OK;
@@ -409,7 +419,8 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
     if (!out) return nji_fail(NJ_INVALID_ARGUMENT, "%s: out = NULL: nowhere to put the plan", call);
     *out = NULL;
     if (!ctx) return nji_fail(NJ_INVALID_ARGUMENT, "%s: ctx = NULL: a ctx is required", call);
-    if (!desc) return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
+    if (!desc)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
     memset(&no_demands, 0, sizeof no_demands);
     if (!pref) pref = &no_demands;
     plan = (nj_plan *)NJ_MALLOC(sizeof *plan);
@@ -418,10 +429,12 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
     plan->desc = *desc;
     status = nji_check_desc(&plan->desc, &plan->rows, &plan->cols, call);
     if (status == NJ_OK) status = nji_check_preference(ctx, pref, &plan->backend, call);
-    if (status == NJ_OK && plan->backend == NJ_BACKEND_HOST) status = nji_select_host(plan, pref, call);
+    if (status == NJ_OK && plan->backend == NJ_BACKEND_HOST)
+        status = nji_select_host(plan, pref, call);
     if (status == NJ_OK && plan->backend == NJ_BACKEND_CUDA) {
         nji_lock_enter(&ctx->lock);
-        status = nji_cuda_select(&ctx->cuda, &plan->desc, plan->rows, plan->cols, pref, &plan->cuda, call);
+        status = nji_cuda_select(&ctx->cuda, &plan->desc, plan->rows, plan->cols, pref, &plan->cuda,
+                                 call);
         nji_lock_leave(&ctx->lock);
         plan->workspace_bytes = plan->cuda.workspace_bytes;
     }
@@ -498,7 +511,8 @@ NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *o
         if (status != NJ_OK) return status;
         nji_bind(plan, &set, &problem);
     } else {
-        if (!plan) return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
+        if (!plan)
+            return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
         nji_bind_packed(plan, &problem);
     }
     out->op = (int32_t)plan->desc.op;
@@ -555,11 +569,13 @@ static nj_status nji_desc_shape(const nj_desc *desc, nji_kind kind, int32_t *ran
     return status;
 }
 
-NJ_API nj_status nj_desc_stat_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]) {
+NJ_API nj_status nj_desc_stat_shape(const nj_desc *desc, int32_t *rank,
+                                    int64_t shape[NJ_MAX_RANK]) {
     return nji_desc_shape(desc, NJI_STAT, rank, shape, "nj_desc_stat_shape");
 }
 
-NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank, int64_t shape[NJ_MAX_RANK]) {
+NJ_API nj_status nj_desc_param_shape(const nj_desc *desc, int32_t *rank,
+                                     int64_t shape[NJ_MAX_RANK]) {
     return nji_desc_shape(desc, NJI_PARAM, rank, shape, "nj_desc_param_shape");
 }
 

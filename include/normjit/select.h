@@ -1,6 +1,6 @@
 /* Which kernels serve a descriptor: a pure function of the descriptor, device facts and preference.
-   A row of the tuning table is the single home of a kernel's geometry; -D options, launches, workspace
-   and SKU all come from the nji_choice made of it. */
+   A row of the tuning table is the single home of a kernel's geometry; -D options, launches,
+   workspace and SKU all come from the nji_choice made of it. */
 
 /* What a choice may depend on. Not part of it: anything that could differ between equal devices. */
 typedef struct nji_device_facts {
@@ -15,12 +15,13 @@ typedef enum nji_family {
     NJI_STRIDED /* any strides: norm_strided.cu */
 } nji_family;
 
-/* Geometry within a row depends on direction, element size, cols and arch alone, never on rows: that is
-   what makes y and dx batch-invariant. The first row that fits is taken. */
+/* Geometry within a row depends on direction, element size, cols and arch alone, never on rows:
+   that is what makes y and dx batch-invariant. The first row that fits is taken. */
 typedef struct nji_tuning {
     int forward;       /* 1 or 0 */
     int element_bytes; /* at most */
     int min_arch;
+    int max_access; /* bytes of x that one access can move: 16, or less where cols do not divide */
     int64_t max_cols;
     int elements;   /* columns of a slice that one thread keeps, at most */
     int max_lanes;  /* threads that share a slice: 32 = within a warp, else up to a block */
@@ -34,58 +35,62 @@ typedef struct nji_tuning {
 #define NJI_ANY_COLS INT64_MAX
 
 /* Measured reasons: ptx_src/DIARY.md. */
+/* clang-format off */
 static const nji_tuning nji_tuning_table[] = {
-    /* fwd bytes arch max_cols elements lanes threads slices resident prefetch ahead */
-    {1, 2, 0, 256, 8, 32, 128, 1, 1536, 0, 0},
-    {1, 2, 90, 1024, 32, 32, 256, 1, 1024, 0, 0},
-    {1, 2, 0, 1024, 32, 32, 256, 1, 768, 0, 0},
-    {1, 2, 0, 8192, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 0, 12288, 24, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 0, 16384, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 90, 65536, 16, 512, 0, 8, 1024, 0, 0},
-    {1, 2, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
-    {1, 2, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 0, 128, 4, 32, 128, 1, 1536, 0, 0},
-    {1, 4, 0, 512, 16, 32, 256, 1, 1024, 0, 0},
-    {1, 4, 0, 8192, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 0, 16384, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 90, 65536, 16, 512, 0, 8, 1024, 0, 0},
-    {1, 4, 90, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
-    {1, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 8, 0, 512, 16, 32, 128, 1, 512, 0, 0},
-    {1, 8, 90, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0, 0},
-    {1, 8, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
-    {0, 2, 0, 256, 8, 32, 256, 1, 1024, 0, 0},
-    {0, 2, 0, 768, 24, 32, 64, 1, 256, 1, 0},
-    {0, 2, 0, 1024, 16, 512, 0, 1, 512, 1, 0},
-    {0, 2, 0, 4096, 24, 512, 0, 1, 384, 1, 0},
-    {0, 2, 0, 6144, 16, 512, 0, 1, 384, 1, 0},
-    {0, 2, 0, 8192, 24, 512, 0, 1, 384, 1, 0},
-    {0, 2, 100, 16384, 24, 352, 0, 8, 384, 1, 0},
-    {0, 2, 0, 12288, 32, 384, 0, 1, 384, 0, 0},
-    {0, 2, 90, 16384, 24, 512, 0, 8, 384, 1, 0},
-    {0, 2, 0, NJI_ANY_COLS, 24, 192, 0, 1, 384, 1, 0},
-    {0, 4, 0, 128, 4, 32, 256, 1, 1024, 1, 0},
-    {0, 4, 0, 768, 24, 32, 64, 1, 256, 1, 0},
-    {0, 4, 0, 4096, 8, 512, 0, 1, 1024, 0, 0},
-    {0, 4, 90, 65536, 32, 256, 0, 8, 256, 1, 0},
-    {0, 4, 0, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
-    {0, 8, 0, 256, 8, 32, 128, 1, 256, 1, 0},
-    {0, 8, 90, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0, 0},
-    {0, 8, 0, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0, 0},
+    /* fwd bytes arch access cols elements lanes threads slices resident prefetch ahead */
+    {1, 2, 0, 16, 256, 8, 32, 128, 1, 1536, 0, 0},
+    {1, 2, 90, 16, 1024, 32, 32, 256, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 1024, 32, 32, 256, 1, 768, 0, 0},
+    {1, 2, 0, 16, 8192, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 12288, 24, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 2, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0},
+    {1, 2, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
+    {1, 2, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 128, 4, 32, 128, 1, 1536, 0, 0},
+    {1, 4, 0, 16, 512, 16, 32, 256, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 8192, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
+    {1, 4, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0},
+    {1, 4, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
+    {1, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
+    {1, 8, 0, 16, 512, 16, 32, 128, 1, 512, 0, 0},
+    {1, 8, 90, 16, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0, 0},
+    {1, 8, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
+    {0, 2, 0, 16, 256, 8, 32, 256, 1, 1024, 0, 0},
+    {0, 2, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
+    {0, 2, 0, 16, 1024, 16, 512, 0, 1, 512, 1, 0},
+    {0, 2, 0, 16, 4096, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 90, 4, 16384, 8, 1024, 0, 8, 1024, 0, 3},
+    {0, 2, 0, 16, 6144, 16, 512, 0, 1, 384, 1, 0},
+    {0, 2, 0, 16, 8192, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 100, 16, 16384, 24, 352, 0, 8, 384, 1, 0},
+    {0, 2, 0, 16, 12288, 32, 384, 0, 1, 384, 0, 0},
+    {0, 2, 90, 16, 16384, 24, 512, 0, 8, 384, 1, 0},
+    {0, 2, 0, 16, NJI_ANY_COLS, 24, 192, 0, 1, 384, 1, 0},
+    {0, 4, 0, 16, 128, 4, 32, 256, 1, 1024, 1, 0},
+    {0, 4, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
+    {0, 4, 0, 16, 4096, 8, 512, 0, 1, 1024, 0, 0},
+    {0, 4, 90, 16, 65536, 32, 256, 0, 8, 256, 1, 0},
+    {0, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
+    {0, 8, 0, 16, 256, 8, 32, 128, 1, 256, 1, 0},
+    {0, 8, 90, 16, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0, 0},
+    {0, 8, 0, 16, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0, 0},
 };
+/* clang-format on */
 
 /* Everything that launches and compiles a descriptor's kernels. */
 typedef struct nji_choice {
     nji_family family; /* of the fast kernels; STRIDED when there are none */
     int forward;
-    int vec;                    /* elements of one access; operands must be aligned to it */
-    int lanes, chunks, threads; /* threads along a row (tiles: along rows); accesses each; of a block */
+    int vec; /* elements of one access; operands must be aligned to it */
+    int lanes, chunks,
+        threads; /* threads along a row (tiles: along rows); accesses each; of a block */
     int slices, cluster;
     int blocks; /* per multiprocessor, at least */
     int prefetch, ahead;
-    int parts;                 /* most partial gradients of the fast kernels; 0 = none wanted */
-    int strided_parts;         /* the same for the strided kernels */
+    int parts;         /* most partial gradients of the fast kernels; 0 = none wanted */
+    int strided_parts; /* the same for the strided kernels */
     int64_t partial_bytes, sums_bytes; /* of the workspace, partials first */
 } nji_choice;
 
@@ -107,14 +112,22 @@ static int nji_power_of_two_above(int value) {
     return power;
 }
 
+/* Elements of one access: up to 16 bytes, dividing an extent. */
+static int nji_vec_of(const nj_desc *desc, int64_t extent) {
+    int vec = 16 / (int)nj_dtype_size(desc->dtype);
+    while (extent % vec != 0) vec /= 2;
+    return vec;
+}
+
 static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64_t cols,
                                          const nji_device_facts *facts) {
     int bytes = (int)nj_dtype_size(desc->dtype);
+    int access = bytes * nji_vec_of(desc, cols);
     size_t i;
     for (i = 0; i < sizeof nji_tuning_table / sizeof nji_tuning_table[0]; i++) {
         const nji_tuning *row = &nji_tuning_table[i];
-        if (row->forward == forward && bytes <= row->element_bytes && facts->arch >= row->min_arch &&
-            cols <= row->max_cols) {
+        if (row->forward == forward && bytes <= row->element_bytes &&
+            facts->arch >= row->min_arch && access <= row->max_access && cols <= row->max_cols) {
             return row;
         }
     }
@@ -133,8 +146,7 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
                         nji_choice *choice) {
     int64_t packs, slices;
     int per_slice, resident;
-    choice->vec = 16 / (int)nj_dtype_size(desc->dtype);
-    while (cols % choice->vec != 0) choice->vec /= 2;
+    choice->vec = nji_vec_of(desc, cols);
     /* Narrow packs waste registers: there is no room for a second row. */
     choice->prefetch = row->prefetch && choice->vec * (int)nj_dtype_size(desc->dtype) >= 8;
     slices = nji_ceil_div(cols, (int64_t)row->elements * row->max_lanes);
@@ -171,8 +183,9 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
     return *run > 1;
 }
 
-/* Tiles: a warp reads runs of 64 bytes; threads hold up to 64 bytes of x, so that x, dy and the sums stay
-   in registers. More columns take more threads, then shorter runs. Measured: ptx_src/DIARY.md. */
+/* Tiles: a warp reads runs of 64 bytes; threads hold up to 64 bytes of x, so that x, dy and the
+   sums stay in registers. More columns take more threads, then shorter runs. Measured:
+   ptx_src/DIARY.md. */
 #define NJI_TILE_RUN_BYTES 64
 #define NJI_TILE_THREAD_BYTES 64
 #define NJI_TILE_THREAD_ELEMENTS 32
@@ -182,9 +195,9 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
 static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_choice *choice) {
     int size = (int)nj_dtype_size(desc->dtype);
     int most_chunks, threads;
-    choice->vec = 16 / size;
-    while (run % choice->vec != 0) choice->vec /= 2;
-    most_chunks = (int)nji_min_i64(NJI_TILE_THREAD_BYTES / size, NJI_TILE_THREAD_ELEMENTS) / choice->vec;
+    choice->vec = nji_vec_of(desc, run);
+    most_chunks =
+        (int)nji_min_i64(NJI_TILE_THREAD_BYTES / size, NJI_TILE_THREAD_ELEMENTS) / choice->vec;
     most_chunks = (int)nji_min_i64(most_chunks, NJI_TILE_THREAD_ACCESSES);
     for (choice->lanes = NJI_TILE_RUN_BYTES / (choice->vec * size); choice->lanes >= 1;
          choice->lanes /= 2) {
@@ -204,7 +217,8 @@ static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_ch
 
 /* Rows that a block of the fast kernels works on at a time. */
 static int nji_block_rows(const nji_choice *choice) {
-    return choice->family == NJI_TILES ? choice->lanes * choice->vec : choice->threads / choice->lanes;
+    return choice->family == NJI_TILES ? choice->lanes * choice->vec
+                                       : choice->threads / choice->lanes;
 }
 
 static int64_t nji_clamp(int64_t value, int64_t low, int64_t high) {
@@ -225,7 +239,8 @@ static int nji_parts_row_lanes(int rows_fast) {
     return rows_fast ? NJI_STRIDED_FAST_ROWS : NJI_STRIDED_THREADS / 32;
 }
 
-/* Most parts that the strided kernels make: enough blocks to fill the device, each with rows to add. */
+/* Most parts that the strided kernels make: enough blocks to fill the device, each with rows to
+ * add. */
 static int64_t nji_strided_parts(int64_t rows, int64_t cols, const nji_device_facts *facts) {
     int64_t tiles = nji_ceil_div(cols, 32);
     return nji_clamp(16 * facts->multiprocessors / tiles, 1, nji_clamp(rows / 64, 1, 4096));
@@ -239,7 +254,8 @@ static int64_t nji_sums_offset(const nji_choice *choice) {
 }
 
 static int64_t nji_workspace_of(const nji_choice *choice) {
-    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes : choice->partial_bytes;
+    return choice->sums_bytes ? nji_sums_offset(choice) + choice->sums_bytes
+                              : choice->partial_bytes;
 }
 
 /* Parts of the parameter gradients, within the workspace that the caller allows. */
@@ -253,8 +269,8 @@ static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t col
     least = (uint64_t)nji_workspace_of(choice);
     if (limit && limit < least) {
         return nji_fail_sized(NJ_UNSUPPORTED, least, limit,
-                              "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes", call,
-                              (unsigned long long)limit, (unsigned long long)least);
+                              "%s: pref.max_workspace_bytes = %llu: this shape needs %llu bytes",
+                              call, (unsigned long long)limit, (unsigned long long)least);
     }
     if (part == 0) return NJ_OK;
     if (limit) {
@@ -284,8 +300,9 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     choice->forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
     choice->family = NJI_STRIDED;
     if (cols > NJI_MAX_COLS && nji_wants_params(desc)) {
-        return nji_fail(NJ_UNSUPPORTED, "%s: desc.shape: %lld columns: at most %lld with dgamma or dbeta",
-                        call, (long long)cols, NJI_MAX_COLS);
+        return nji_fail(NJ_UNSUPPORTED,
+                        "%s: desc.shape: %lld columns: at most %lld with dgamma or dbeta", call,
+                        (long long)cols, NJI_MAX_COLS);
     }
     if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
         const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
@@ -354,7 +371,8 @@ static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice
 }
 
 /* For norm_strided.cu: shapes and strides are arguments; types and direction are fixed. */
-static void nji_strided_options(const nj_desc *desc, const nji_choice *choice, nji_options *options) {
+static void nji_strided_options(const nj_desc *desc, const nji_choice *choice,
+                                nji_options *options) {
     options->count = 0;
     nji_add_option(options, "-DNJI_X=%s", nji_device_type(desc->dtype));
     nji_add_option(options, "-DNJI_PARAM_CODE=%d", (int)desc->param_dtype);

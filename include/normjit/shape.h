@@ -7,10 +7,13 @@ static int nji_is_normalized(const nj_desc *desc, int axis) {
 }
 
 /* Checks rank, shape and axes; rows and cols are the products of the two groups of extents. */
-static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *cols, const char *call) {
-    int64_t all = 1; /* product of the extents that are not 0: every partial product must fit, too */
+static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *cols,
+                                 const char *call) {
+    int64_t all =
+        1; /* product of the extents that are not 0: every partial product must fit, too */
     int axis;
-    if (!desc) return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
+    if (!desc)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
     if (desc->rank < 1 || desc->rank > NJ_MAX_RANK) {
         return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.rank = %d: a rank is 1 to %d", call,
                         (int)desc->rank, NJ_MAX_RANK);
@@ -20,16 +23,18 @@ static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *co
                         "%s: desc.norm_axes = 0: at least one axis must be normalized", call);
     }
     if (desc->norm_axes >> desc->rank != 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.norm_axes = 0x%x: rank %d has axes 0 to %d only",
-                        call, (unsigned)desc->norm_axes, (int)desc->rank, (int)desc->rank - 1);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: desc.norm_axes = 0x%x: rank %d has axes 0 to %d only", call,
+                        (unsigned)desc->norm_axes, (int)desc->rank, (int)desc->rank - 1);
     }
     *rows = *cols = 1;
     for (axis = 0; axis < desc->rank; axis++) {
         int64_t extent = desc->shape[axis];
         int64_t *product = nji_is_normalized(desc, axis) ? cols : rows;
         if (extent < 0) {
-            return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc.shape[%d] = %lld: an extent is 0 or more",
-                            call, axis, (long long)extent);
+            return nji_fail(NJ_INVALID_ARGUMENT,
+                            "%s: desc.shape[%d] = %lld: an extent is 0 or more", call, axis,
+                            (long long)extent);
         }
         if (extent != 0 && !nji_mul_i64(all, extent, &all)) {
             return nji_fail(NJ_INVALID_ARGUMENT,
@@ -61,9 +66,9 @@ typedef struct nji_view {
     int32_t size; /* bytes of an element */
     nji_kind kind;
     int writable;
-    int empty;       /* no elements */
+    int empty; /* no elements */
     nj_dtype dtype;
-    size_t slot;     /* where its nji_operand lies in nji_problem */
+    size_t slot; /* where its nji_operand lies in nji_problem */
 } nji_view;
 
 /* Extents that the descriptor gives to an operand of a kind. */
@@ -80,8 +85,8 @@ static void nji_expected_shape(const nj_desc *desc, nji_kind kind, int32_t *rank
 }
 
 static nj_status nji_missing_operand(const nji_view *view, const char *call) {
-    return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.data = NULL: this plan needs the operand", call,
-                    view->name);
+    return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.data = NULL: this plan needs the operand",
+                    call, view->name);
 }
 
 static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const char *call) {
@@ -90,15 +95,15 @@ static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const
     nji_expected_shape(desc, view->kind, &rank, expected);
     if (view->rank == 0 && !view->data) return nji_missing_operand(view, call);
     if (view->rank != rank) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d", call,
-                        view->name, (int)view->rank, (int)rank);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d",
+                        call, view->name, (int)view->rank, (int)rank);
     }
     view->empty = 0;
     for (axis = 0; axis < rank; axis++) {
         if (view->shape[axis] != expected[axis]) {
-            return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.shape[%d] = %lld: the plan wants %lld",
-                            call, view->name, (int)axis, (long long)view->shape[axis],
-                            (long long)expected[axis]);
+            return nji_fail(NJ_INVALID_ARGUMENT,
+                            "%s: args.%s.shape[%d] = %lld: the plan wants %lld", call, view->name,
+                            (int)axis, (long long)view->shape[axis], (long long)expected[axis]);
         }
         if (expected[axis] == 0) view->empty = 1;
     }
@@ -114,30 +119,33 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
         if (view->shape[axis] == 1) continue;
         if (view->writable && stride <= 0) {
             return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s.stride[%d] = %lld: an output's stride must be positive", call,
-                            view->name, axis, (long long)stride);
+                            "%s: args.%s.stride[%d] = %lld: an output's stride must be positive",
+                            call, view->name, axis, (long long)stride);
         }
         if (!nji_mul_i64(view->shape[axis] - 1, stride, &span) ||
             !nji_add_i64(span < 0 ? low : high, span, span < 0 ? &low : &high)) {
-            return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s.stride[%d] = %lld: the reach of the strides overflows int64",
-                            call, view->name, axis, (long long)stride);
+            return nji_fail(
+                NJ_INVALID_ARGUMENT,
+                "%s: args.%s.stride[%d] = %lld: the reach of the strides overflows int64", call,
+                view->name, axis, (long long)stride);
         }
     }
     if (low < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: args.%s: offset and strides reach element %lld: the buffer starts at 0",
-                        call, view->name, (long long)low);
+        return nji_fail(
+            NJ_INVALID_ARGUMENT,
+            "%s: args.%s: offset and strides reach element %lld: the buffer starts at 0", call,
+            view->name, (long long)low);
     }
     if (high > INT64_MAX / 4 / view->size) { /* so that two views' bytes add up in int64 */
-        return nji_fail(NJ_INVALID_ARGUMENT,
-                        "%s: args.%s: offset and strides reach element %lld: no address is that high",
-                        call, view->name, (long long)high);
+        return nji_fail(
+            NJ_INVALID_ARGUMENT,
+            "%s: args.%s: offset and strides reach element %lld: no address is that high", call,
+            view->name, (long long)high);
     }
     if (view->count != 0 && high >= view->count) {
         return nji_fail_sized(NJ_BUFFER_TOO_SMALL, (uint64_t)high + 1, (uint64_t)view->count,
-                              "%s: args.%s.count = %lld: offset and strides need %lld elements", call,
-                              view->name, (long long)view->count, (long long)high + 1);
+                              "%s: args.%s.count = %lld: offset and strides need %lld elements",
+                              call, view->name, (long long)view->count, (long long)high + 1);
     }
     view->low = low;
     view->high = high;
@@ -157,11 +165,11 @@ static nj_status nji_check_output_is_injective(const nji_view *view, const char 
         }
         if (best < 0) return NJ_OK;
         if (view->stride[best] <= reach) {
-            return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s.stride[%d] = %lld: the smaller strides reach %lld elements: an "
-                            "output's stride must step past them",
-                            call, view->name, best, (long long)view->stride[best],
-                            (long long)reach + 1);
+            return nji_fail(
+                NJ_INVALID_ARGUMENT,
+                "%s: args.%s.stride[%d] = %lld: the smaller strides reach %lld elements: an "
+                "output's stride must step past them",
+                call, view->name, best, (long long)view->stride[best], (long long)reach + 1);
         }
         reach += (view->shape[best] - 1) * view->stride[best];
         done |= 1u << best;
@@ -173,12 +181,13 @@ static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char 
     nj_status status = nji_check_view_shape(desc, view, call);
     if (status != NJ_OK) return status;
     if (view->count < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.count = %lld: a count is 0 (not known) or more",
-                        call, view->name, (long long)view->count);
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: args.%s.count = %lld: a count is 0 (not known) or more", call,
+                        view->name, (long long)view->count);
     }
     if (view->offset < 0) {
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.offset = %lld: an offset is 0 or more", call,
-                        view->name, (long long)view->offset);
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.offset = %lld: an offset is 0 or more",
+                        call, view->name, (long long)view->offset);
     }
     if (view->empty) return NJ_OK;
     if (!view->data) return nji_missing_operand(view, call);
@@ -270,7 +279,8 @@ static int nji_views_overlap(const nji_view *a, const nji_view *b) {
 /* The same elements in the same order. */
 static int nji_views_equal(const nji_view *a, const nji_view *b) {
     int axis;
-    if (a->kind != b->kind || a->dtype != b->dtype || a->data != b->data || a->offset != b->offset) {
+    if (a->kind != b->kind || a->dtype != b->dtype || a->data != b->data ||
+        a->offset != b->offset) {
         return 0;
     }
     for (axis = 0; axis < a->rank; axis++) {
@@ -290,10 +300,11 @@ static nj_status nji_check_overlaps(const nji_view *views, int count, const char
             if (j == i || other->empty || (other->writable && j < i)) continue;
             if (!other->writable && out->kind == NJI_FULL && nji_views_equal(out, other)) continue;
             if (!nji_views_overlap(out, other)) continue;
-            return nji_fail(NJ_INVALID_ARGUMENT,
-                            "%s: args.%s overlaps args.%s: an output must be apart from every other "
-                            "operand, or the same view as an input of x's shape",
-                            call, out->name, other->name);
+            return nji_fail(
+                NJ_INVALID_ARGUMENT,
+                "%s: args.%s overlaps args.%s: an output must be apart from every other "
+                "operand, or the same view as an input of x's shape",
+                call, out->name, other->name);
         }
     }
     return NJ_OK;

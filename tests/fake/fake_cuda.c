@@ -35,13 +35,7 @@ enum {
 enum {
     DEVICES = 2,
     MULTIPROCESSORS = 132, /* an H200's numbers */
-    THREADS_PER_MULTIPROCESSOR = 2048,
-    SHARED_PER_MULTIPROCESSOR = 233472,
-    SHARED_OPTIN = 232448,
     SHARED_DEFAULT = 49152,
-    SHARED_RESERVED = 1024, /* per block, by the system */
-    L2_BYTES = 50 << 20,
-    REGISTERS = 32,
     STACK = 16, /* contexts per thread */
     FUNCTIONS = 16,
     COUNTERS = 32,
@@ -59,7 +53,6 @@ typedef struct fake_module fake_module;
 typedef struct fake_function {
     fake_module *module;
     char name[64];
-    int max_dynamic_shared;
 } fake_function;
 
 struct fake_module {
@@ -118,7 +111,6 @@ static struct {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static _Thread_local fake_context *stack[STACK];
 static _Thread_local int stack_size;
-static _Thread_local int capture_mode;
 
 /* ---- bookkeeping ---------------------------------------------------------------------------- */
 
@@ -283,12 +275,8 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     if (result != SUCCESS) return leave(result);
     switch (attribute) {
     case 16: *value = MULTIPROCESSORS; break;
-    case 38: *value = L2_BYTES; break;
-    case 39: *value = THREADS_PER_MULTIPROCESSOR; break;
     case 75: *value = number_of("NJ_FAKE_CC", 90) / 10; break;
     case 76: *value = number_of("NJ_FAKE_CC", 90) % 10; break;
-    case 81: *value = SHARED_PER_MULTIPROCESSOR; break;
-    case 97: *value = SHARED_OPTIN; break;
     default: result = INVALID_VALUE;
     }
     return leave(result);
@@ -430,49 +418,8 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
     if (in->function_count == FUNCTIONS) return leave(NOT_FOUND);
     made = &in->functions[in->function_count++];
     made->module = in;
-    made->max_dynamic_shared = SHARED_DEFAULT;
     snprintf(made->name, sizeof made->name, "%s", name);
     *function = made;
-    return leave(SUCCESS);
-}
-
-int cuFuncSetAttribute(void *function, int attribute, int value) {
-    int result = enter_context("cuFuncSetAttribute");
-    if (result == SUCCESS && !is_function(function)) result = INVALID_HANDLE;
-    if (result == SUCCESS && (attribute != 8 || value < 0 || value > SHARED_OPTIN)) {
-        result = INVALID_VALUE;
-    }
-    if (result == SUCCESS) ((fake_function *)function)->max_dynamic_shared = value;
-    return leave(result);
-}
-
-int cuFuncGetAttribute(int *value, int attribute, void *function) {
-    int result = enter_context("cuFuncGetAttribute");
-    if (result == SUCCESS && !value) result = INVALID_VALUE;
-    if (result == SUCCESS && !is_function(function)) result = INVALID_HANDLE;
-    if (result != SUCCESS) return leave(result);
-    switch (attribute) {
-    case 3: *value = 0; break;
-    case 4: *value = REGISTERS; break;
-    case 8: *value = ((fake_function *)function)->max_dynamic_shared; break;
-    default: result = INVALID_VALUE;
-    }
-    return leave(result);
-}
-
-int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads,
-                                                size_t shared_bytes) {
-    int result = enter_context("cuOccupancyMaxActiveBlocksPerMultiprocessor");
-    int by_threads, by_shared;
-    if (result == SUCCESS && (!blocks || threads < 1 || threads > 1024)) result = INVALID_VALUE;
-    if (result == SUCCESS && !is_function(function)) result = INVALID_HANDLE;
-    if (result != SUCCESS) return leave(result);
-    by_threads = THREADS_PER_MULTIPROCESSOR / ((threads + 31) / 32 * 32);
-    if (by_threads > 32) by_threads = 32;
-    by_shared = shared_bytes > SHARED_OPTIN
-                    ? 0
-                    : SHARED_PER_MULTIPROCESSOR / ((int)shared_bytes + SHARED_RESERVED);
-    *blocks = by_shared < by_threads ? by_shared : by_threads;
     return leave(SUCCESS);
 }
 
@@ -517,7 +464,7 @@ static int launch_checked(const fake_config *config, const fake_function *functi
     if (!is_function(function) || function->module->context != current()) return INVALID_HANDLE;
     result = check_grid(config);
     if (result != SUCCESS) return result;
-    if (config->shared > (unsigned)function->max_dynamic_shared) return INVALID_VALUE;
+    if (config->shared > SHARED_DEFAULT) return INVALID_VALUE;
     memset(launch, 0, sizeof *launch);
     result = check_attributes(config, launch);
     if (result != SUCCESS) return result;
@@ -577,16 +524,6 @@ int cuStreamIsCapturing(void *stream, int *status) {
     return leave(result);
 }
 
-int cuThreadExchangeStreamCaptureMode(int *mode) {
-    int result = enter("cuThreadExchangeStreamCaptureMode");
-    int before = capture_mode;
-    if (result == SUCCESS && (!mode || *mode < 0 || *mode > 2)) result = INVALID_VALUE;
-    if (result != SUCCESS) return leave(result);
-    capture_mode = *mode;
-    *mode = before;
-    return leave(SUCCESS);
-}
-
 /* ---- for tests ------------------------------------------------------------------------------ */
 
 /* Calls of a function since the start or the last reset. */
@@ -620,11 +557,6 @@ int fake_cuda_live_contexts(void) {
 /* How deep the calling thread's stack of contexts is. */
 int fake_cuda_pushed(void) {
     return stack_size;
-}
-
-/* The calling thread's capture mode: 0 global, 1 thread local, 2 relaxed. */
-int fake_cuda_capture_mode(void) {
-    return capture_mode;
 }
 
 /* A context of the device that is not its primary one. */
