@@ -4022,7 +4022,7 @@ static nj_status nji_jit_open(nji_jit *jit, const nj_ctx_desc *desc, const char 
 }
 
 /* ==== kernels =================================================================================== */
-#define NJI_PROGRAM_ROWS_HASH 0xaa70a2bf69eb060eull
+#define NJI_PROGRAM_ROWS_HASH 0x264da26e18ca3c8cull
 static const char *const nji_program_rows[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -4476,11 +4476,11 @@ static const char *const nji_program_rows[] = {
     "int turn = 0;\n",
     "nji_meet();\n",
     "for (nji_i64 base = place.first; base < p.rows; base += place.step) {\n",
-    "const bool is_row = NJI_ROWS == 1 || base + place.group < p.rows;\n",
+    "const bool is_row = base + place.group < p.rows;\n",
     "const nji_offsets at = nji_row_offsets(p, p.y, is_row \? base + place.group : base);\n",
     "nji_pack_x x[NJI_CHUNKS];\n",
     "nji_real center, shift, squares;\n",
-    "if (is_row) nji_load_row(p.x, at.x, place, x);\n",
+    "if (NJI_ROWS == 1 || is_row) nji_load_row(p.x, at.x, place, x);\n",
     "else nji_zero_row(x);\n",
     "nji_moments(place, x, (nji_real)NJI_COLS, center, shift, squares, turn);\n",
     "const nji_real rstd = nji_rstd_of(squares, (nji_real)p.eps);\n",
@@ -4550,8 +4550,11 @@ static const char *const nji_program_rows[] = {
     "out.rstd = nji_load_any(p.rstd.data, at.rstd, NJI_STAT_CODE);\n",
     "}\n",
     "} else {\n",
-    "nji_zero_row(out.x);\n",
-    "nji_zero_row(out.dy);\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "out.x[k].zero();\n",
+    "out.dy[k].zero();\n",
+    "}\n",
     "out.mean = out.rstd = 0;\n",
     "out.out = 0;\n",
     "}\n",

@@ -77,7 +77,6 @@ NJI_INLINE void nji_load_row(const nji_operand &operand, nji_i64 at, const nji_p
     }
 }
 
-// For a group of threads whose row lies past the end: it adds nothing.
 NJI_INLINE void nji_zero_row(nji_pack_x out[NJI_CHUNKS]) {
 #pragma unroll
     for (int k = 0; k < NJI_CHUNKS; k++) out[k].zero();
@@ -229,11 +228,12 @@ NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {
     int turn = 0;
     nji_meet();
     for (nji_i64 base = place.first; base < p.rows; base += place.step) {
-        const bool is_row = NJI_ROWS == 1 || base + place.group < p.rows;
+        const bool is_row = base + place.group < p.rows;
         const nji_offsets at = nji_row_offsets(p, p.y, is_row ? base + place.group : base);
         nji_pack_x x[NJI_CHUNKS];
         nji_real center, shift, squares;
-        if (is_row) nji_load_row(p.x, at.x, place, x);
+        // A group past the last row adds nothing, and keeps off a row that another may overwrite.
+        if (NJI_ROWS == 1 || is_row) nji_load_row(p.x, at.x, place, x);
         else nji_zero_row(x);
         nji_moments(place, x, (nji_real)NJI_COLS, center, shift, squares, turn);
         const nji_real rstd = nji_rstd_of(squares, (nji_real)p.eps);
@@ -304,6 +304,7 @@ struct nji_row {
     nji_i64 out; // offset in dx
 };
 
+// A row past the end is all zeros: it adds nothing.
 NJI_INLINE void nji_load(const nji_problem &p, const nji_place &place, nji_i64 row, nji_row &out) {
     if (row < p.rows) {
         const nji_offsets at = nji_row_offsets(p, p.dx, row);
@@ -315,8 +316,11 @@ NJI_INLINE void nji_load(const nji_problem &p, const nji_place &place, nji_i64 r
             out.rstd = nji_load_any(p.rstd.data, at.rstd, NJI_STAT_CODE);
         }
     } else {
-        nji_zero_row(out.x);
-        nji_zero_row(out.dy);
+#pragma unroll
+        for (int k = 0; k < NJI_CHUNKS; k++) {
+            out.x[k].zero();
+            out.dy[k].zero();
+        }
         out.mean = out.rstd = 0;
         out.out = 0;
     }
