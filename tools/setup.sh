@@ -45,6 +45,7 @@ missing_packages() {
     have meson || echo meson
     have ninja || echo ninja-build
     have pkg-config || echo pkg-config
+    have c++ || have g++ || have clang++ || echo g++
     compiles cmocka.h -lcmocka || echo libcmocka-dev
 }
 
