@@ -1446,7 +1446,7 @@ static void nji_strided_options(const nj_desc *desc, const nji_choice *choice,
 #define NJI_HOST_PANEL_BYTES 24576 /* of a panel, without the padding of its rows */
 #define NJI_HOST_PAD_BYTES 64      /* keeps panel rows out of each other's cache sets */
 #define NJI_HOST_BUFFER_BYTES (NJI_HOST_PANEL_BYTES + NJI_HOST_ROWS * NJI_HOST_PAD_BYTES)
-#define NJI_HOST_ROOM_BYTES (2 * (NJI_HOST_BUFFER_BYTES + NJI_HOST_CHUNK_BYTES)) /* of a thread */
+#define NJI_HOST_ROOM_BYTES 98304 /* of a thread: two rows of 12288 floats, or what panels need */
 #define NJI_HOST_SWEEP_COLS 8192 /* columns of one sum of float or double, where in place */
 #define NJI_HOST_SUM_ROWS 256    /* rows of one such sum, about */
 
@@ -2173,7 +2173,7 @@ typedef struct nji_host_work {
     int64_t param_col;  /* columns of gamma and beta that are loaded; -1: none */
     char *gamma, *beta; /* room for a chunk of each */
     char *x, *other;    /* for a panel, unless rows are in place; other: dy, then out */
-    char *sums;         /* for sums of dgamma and dbeta over some rows of a large part; or NULL */
+    char *sums; /* for sums of dgamma and dbeta over some rows of a part; NULL: they do not fit */
     NJI_CACHE_ALIGNED double room[NJI_HOST_ROOM_BYTES / 8];
 } nji_host_work;
 
@@ -2366,8 +2366,7 @@ static void nji_host_begin_work(const nji_host_job *job, nji_host_work *work) {
     work->x = work->beta + nji_host_beta_bytes(job);
     work->other = work->x + NJI_HOST_BUFFER_BYTES;
     work->sums = NULL;
-    if (job->in_place && job->want_params && job->part_rows > NJI_HOST_SUM_ROWS &&
-        2 * job->sum_cols * job->real_size <= end - work->x)
+    if (job->in_place && job->want_params && 2 * job->sum_cols * job->real_size <= end - work->x)
         work->sums = work->x;
     work->param_col = -1;
     work->panel.first = 0;
@@ -2616,6 +2615,17 @@ static void nji_host_forward_part(const nji_host_job *job, int64_t part) {
     }
 }
 
+/* Puts a thread's sums, of the rows from `summed` on, with those of the part. Whole rows are summed
+   in the thread's room, which stays in its caches from part to part. */
+static void nji_host_keep_sums(const nji_host_job *job, const nji_host_work *work, int64_t part,
+                               int64_t summed, char *total) {
+    if (!work->sums) return;
+    if (summed == part * job->part_rows)
+        memcpy(total, work->sums, (size_t)(2 * job->sum_cols * job->real_size));
+    else
+        job->isa->add[job->wide](total, work->sums, 2 * job->sum_cols);
+}
+
 static void nji_host_backward_part(const nji_host_job *job, int64_t part) {
     nji_host_work work;
     int64_t row = part * job->part_rows, end = nji_min_i64(row + job->part_rows, job->rows);
@@ -2623,18 +2633,17 @@ static void nji_host_backward_part(const nji_host_job *job, int64_t part) {
     char *total = job->partial + part * 2 * bytes, *sums;
     nji_host_begin_work(job, &work);
     sums = work.sums ? work.sums : total;
-    if (bytes > 0) memset(total, 0, (size_t)(2 * bytes));
-    if (bytes > 0 && work.sums) memset(sums, 0, (size_t)(2 * bytes));
+    if (bytes > 0) memset(sums, 0, (size_t)(2 * bytes));
     for (; row < end; row += work.rows) {
         if (work.sums && row - summed >= NJI_HOST_SUM_ROWS) {
-            job->isa->add[job->wide](total, sums, 2 * job->sum_cols);
+            nji_host_keep_sums(job, &work, part, summed, total);
             memset(sums, 0, (size_t)(2 * bytes));
             summed = row;
         }
         nji_host_open_panel(job, &work, row, end);
         nji_host_backward_panel(job, &work, sums, sums + bytes);
     }
-    if (work.sums) job->isa->add[job->wide](total, sums, 2 * job->sum_cols);
+    nji_host_keep_sums(job, &work, part, summed, total);
 }
 
 /* ---- parameter gradients -------------------------------------------------------------------- */
@@ -2809,7 +2818,7 @@ static void nji_host_for_each(void (*task)(const nji_host_job *, int64_t), const
 }
 
 /* Computes the problem; all is validated and desc has no defaults left. Needs no memory but the
-   workspace (16-byte aligned) and some 64 KB of stack per thread. */
+   workspace (16-byte aligned) and some 104 KB of stack per thread. */
 static void nji_host_run(const nj_desc *desc, const nji_problem *problem, void *workspace) {
     nji_host_job job;
     unsigned grads = desc->op == NJ_OP_LAYER_NORM_FORWARD ? 0 : problem->grads;
