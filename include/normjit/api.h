@@ -260,15 +260,19 @@ NJ_API size_t nj_plan_workspace_size(const nj_plan *plan);
 /* CUDA: enqueues on stream (a CUstream or cudaStream_t; NULL = the legacy default stream) and
    returns. Host: computes before it returns, with some 104 KB of stack on each thread; stream is
    ignored. Never compiles, allocates, synchronises or reads the environment: legal in stream
-   capture, and from many threads on one plan, each run with its own workspace until that run is
-   done. Aliasing: an output may be the same view (data, offset, strides) as an input of its shape
-   and type: y as x; dx as x or dy. Every other overlap of an output with an operand is an error
-   where the addresses and strides prove it. Outputs need positive strides that nest: by growing
-   stride, each steps past all that the smaller ones reach, so that an output does not overlap
-   itself. Operands without elements may be NULL. NaN and Inf propagate as the formulas say, within
-   their row and into the parameter gradients. No rows: dgamma and dbeta become 0 (or stay, when
-   accumulating). No columns: mean and rstd become NaN (the mean of nothing), all else is empty. One
-   column: dx is 0. Errors: those of the checks, before anything is written; DRIVER. */
+   capture, and from many threads on one plan, each run with its own workspace until it is done.
+
+   Aliasing: an output may be the same view (data, offset, strides) as an input of its shape and
+   type: y as x; dx as x or dy. Every other overlap of an output with an operand is an error where
+   the addresses and strides prove it. Outputs need positive strides that nest: by growing stride,
+   each steps past all that the smaller ones reach, so that an output does not overlap itself.
+   Operands without elements may be NULL.
+
+   NaN and Inf propagate as the formulas say, within their row and into the parameter gradients.
+   No rows: dgamma and dbeta become 0 (or stay, when accumulating). No columns: mean and rstd become
+   NaN (the mean of nothing), all else is empty. One column: dx is 0.
+
+   Errors: those of the checks, before anything is written; DRIVER. */
 NJ_API nj_status nj_plan_run(const nj_plan *plan, const nj_args *args, void *workspace,
                              size_t workspace_size, void *stream);
 
