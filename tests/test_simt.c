@@ -86,9 +86,12 @@ static const probe probes[] = {
            "nji_cluster_sync(); if (first) y[t] = s[t];",
      NULL, 1},
     {"a missing barrier of the cluster is noticed",
-     SETUP "s[t] = 0; nji_cluster_store(&s[t], 1 - blockIdx.x, x[t]); nji_cluster_sync();"
+     SETUP "nji_cluster_sync(); s[t] = 0; nji_cluster_store(&s[t], 1 - blockIdx.x, x[t]); nji_cluster_sync();"
            "if (first) y[t] = s[t];",
      "no barrier is between", 1},
+    {"a store to a block that may not have begun is noticed",
+     SETUP "nji_cluster_store(&s[t], 1 - blockIdx.x, x[t]); nji_cluster_sync();",
+     "may not have begun", 1},
     {"a cluster barrier that a block does not reach is noticed",
      SETUP "if (first) nji_cluster_sync();", "64 at one of the cluster", 1},
     {"a store past a cluster is noticed",

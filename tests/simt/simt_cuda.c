@@ -51,7 +51,9 @@ typedef struct config {
     unsigned attribute_count;
 } config;
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of launches and device memory */
+/* Of launches and device memory. One that checks: a test that jumps out of a crashed kernel leaves it
+   locked, and the next lock in that thread must not wait for itself. */
+static pthread_mutex_t lock = PTHREAD_ERRORCHECK_MUTEX_INITIALIZER_NP;
 static struct {
     char name[64];
     int count;

@@ -45,6 +45,7 @@ typedef struct simt_space {
 /* Device memory, aligned to 256 bytes; NULL: there is none left. */
 void *simt_memory_alloc(size_t bytes);
 int simt_memory_free(void *begin);
+int simt_space_holds(const simt_space *space, const void *address, size_t bytes);
 /* The device memory that holds all those bytes; NULL: none does. */
 simt_space *simt_memory_find(const void *address, size_t bytes);
 

@@ -56,13 +56,14 @@ int simt_memory_free(void *begin) {
     return 1;
 }
 
+int simt_space_holds(const simt_space *space, const void *address, size_t bytes) {
+    const uintptr_t at = (uintptr_t)address, begin = (uintptr_t)space->begin;
+    return at >= begin && at - begin <= space->bytes && space->bytes - (at - begin) >= bytes;
+}
+
 simt_space *simt_memory_find(const void *address, size_t bytes) {
     simt_space *space = spaces;
-    uintptr_t at = (uintptr_t)address;
-    while (space && (at < (uintptr_t)space->begin || at - (uintptr_t)space->begin > space->bytes ||
-                     space->bytes - (at - (uintptr_t)space->begin) < bytes)) {
-        space = space->next;
-    }
+    while (space && !simt_space_holds(space, address, bytes)) space = space->next;
     return space;
 }
 

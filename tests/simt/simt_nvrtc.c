@@ -1,7 +1,9 @@
 /* NVRTC's interface over the C++ compiler of this machine: programs become shared objects that
    simt_cuda.c runs. The image is the object file itself, an ELF file as a cubin is.
 
-   Environment: NJ_SIMT_FLAGS, more flags for the compiler, separated by spaces.
+   Environment: NJ_SIMT_FLAGS, more flags for the compiler, separated by spaces:
+       NJ_SIMT_FLAGS="-fsanitize=undefined -fno-sanitize=alignment -fsanitize-undefined-trap-on-error"
+   Alignment simt_cuda.c checks by itself.
    The build defines NJ_SIMT_CXX (the compiler) and NJ_SIMT_FOLDER (where simt_device.h lies). */
 #define _GNU_SOURCE
 #include <dirent.h>

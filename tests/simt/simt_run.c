@@ -52,6 +52,7 @@ static struct {
     const void *stack; /* the scheduler's */
     size_t stack_bytes;
     uint32_t time, cluster, block_time[CLUSTER], cluster_time;
+    uint32_t cluster_begin; /* the cluster's time before its first barrier */
     unsigned turn;
     unsigned char *shared[CLUSTER]; /* of the blocks whose turn it is not */
     size_t shared_room;
@@ -204,7 +205,7 @@ static void on_access(const void *address, size_t bytes, int writes) {
     if (at >= f->stack && at < f->stack + STACK_BYTES) return;
     if (!is_aligned(address, bytes))
         fail_thread(SIMT_MISALIGNED_ADDRESS, "touches %zu bytes at %p", bytes, address);
-    if (at >= (char *)space->begin && at + bytes <= (char *)space->begin + space->bytes) {
+    if (simt_space_holds(space, address, bytes)) {
         judge(space, "shared", address, bytes, writes);
         return;
     }
@@ -239,10 +240,10 @@ static unsigned long long on_exchange(unsigned long long value, unsigned mask) {
 
 static unsigned on_shared_address(const void *address) {
     const simt_space *space = &run.shared_space[run.current->rank];
-    const size_t offset = (size_t)((const unsigned char *)address - space->begin);
-    if (offset >= space->bytes)
+    if (!simt_space_holds(space, address, 1))
         fail_thread(SIMT_ILLEGAL_ADDRESS, "takes %p for shared memory", address);
-    return (unsigned)run.current->rank << SIMT_RANK_SHIFT | (unsigned)offset;
+    return (unsigned)run.current->rank << SIMT_RANK_SHIFT |
+           (unsigned)((const unsigned char *)address - space->begin);
 }
 
 static void on_store_cluster(unsigned address, const void *value, size_t bytes) {
@@ -252,6 +253,8 @@ static void on_store_cluster(unsigned address, const void *value, size_t bytes) 
     if (rank >= run.cluster_blocks || offset + bytes > run.shared_space[rank].bytes) {
         fail_thread(SIMT_ILLEGAL_ADDRESS, "writes +%u of block %u of its cluster", offset, rank);
     }
+    if ((int)rank != run.current->rank && run.cluster_time == run.cluster_begin)
+        fail_thread(SIMT_LAUNCH_FAILED, "writes to block %u of its cluster, which may not have begun", rank);
     space = &run.shared_space[rank];
     judge(space, "its cluster's shared", space->begin + offset, bytes, 1);
     to = (int)rank == run.current->rank ? space->begin : run.shared[rank];
@@ -383,9 +386,9 @@ static void run_cluster(void) {
 static void begin_block(const simt_launch *launch, int rank, simt_index block) {
     const simt_object *object = launch->object;
     const size_t bytes = (size_t)(object->shared_end - object->shared_begin);
+    void *shared = run.cluster_blocks == 1 ? (void *)object->shared_begin : run.shared[rank];
     uint32_t i;
-    memset(run.cluster_blocks == 1 ? (unsigned char *)object->shared_begin : run.shared[rank], 0xFF,
-           bytes);
+    if (bytes) memset(shared, 0xFF, bytes);
     simt_space_reset(&run.shared_space[rank], (unsigned char *)object->shared_begin, bytes, run.time);
     run.block_time[rank] = run.time;
     for (i = 0; i < run.block_threads; i++) {
@@ -435,7 +438,7 @@ int simt_run(const simt_launch *launch, const nji_problem *problem, char *fault,
     for (run.cluster = 0; block.y < launch->blocks.y && !run.result; block.y++) {
         for (block.x = 0; block.x < launch->blocks.x && !run.result; run.cluster++) {
             int rank;
-            run.cluster_time = ++run.time;
+            run.cluster_time = run.cluster_begin = ++run.time;
             for (rank = 0; rank < (int)run.cluster_blocks; rank++, block.x++)
                 begin_block(launch, rank, block);
             run_cluster();
