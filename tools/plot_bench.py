@@ -1,0 +1,465 @@
+#!/usr/bin/env python3
+"""Makes docs/BENCHMARKS.md and its plots from the records that tools/bench_peers.py wrote.
+
+    python3 tools/plot_bench.py            # docs/benchmarks/*.json -> docs/BENCHMARKS.md, *.svg
+    python3 tools/plot_bench.py --check    # exit 1 unless the committed files are what it makes
+
+The same records give the same bytes: nothing is read but them, and SVG is written by hand here, so
+that no version of a plotting library changes the files."""
+import argparse
+import html
+import math
+import sys
+import json
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+OURS = "normjit"
+# In the order of columns and legends. Colours (Okabe and Ito) and shapes differ, for eyes and for
+# printers that do not tell colours apart.
+IMPLS = {
+    OURS: ("normjit", "#0072B2"),
+    "cudnn": ("cuDNN", "#009E73"),
+    "torch": ("PyTorch eager", "#D55E00"),
+    "torch_compile": ("torch.compile", "#CC79A7"),
+    "liger": ("Liger", "#E69F00"),
+}
+OPS = {"layer_norm_bwd": "backward", "layer_norm_fwd": "forward"}
+CLIFF = 1.35 # times the interpolated neighbours
+WORST = 10   # shapes that the report names
+
+
+# ---- records -----------------------------------------------------------------------------------
+
+
+def load(paths):
+    return [record for path in paths for record in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def metas(records):
+    return [record for record in records if record["op"] == "meta"]
+
+
+def shape_of(record):
+    if record["layout"] == "channels-first":
+        return f"{record['outer']} x {record['cols']} x {record['inner']}"
+    return f"{record['rows']} x {record['cols']}"
+
+
+def label_of(record):
+    return shape_of(record) + ("" if record["layout"] == "packed" else f", {record['layout']}")
+
+
+def problems(records, suite):
+    """{(op, dtype): {label: {impl: record}}} in the order of the records."""
+    found = {}
+    for record in records:
+        if record["op"] != "meta" and record["suite"] == suite:
+            group = found.setdefault((record["op"], record["dtype"]), {})
+            group.setdefault(label_of(record), {})[record["impl"]] = record
+    return found
+
+
+def impls_in(groups):
+    """Those that were measured at least once, in the order of IMPLS."""
+    measured = {impl for group in groups for row in group.values() for impl, record in row.items()
+                if record["us"]}
+    return [impl for impl in IMPLS if impl in measured]
+
+
+def fastest_peer(row):
+    return min((record["us"] for impl, record in row.items() if impl != OURS and record["us"]),
+               default=None)
+
+
+# ---- cliffs ------------------------------------------------------------------------------------
+
+
+def alignment(cols):
+    """What divides cols: how wide an access to a row may be, up to 8 elements."""
+    return math.gcd(cols, 8)
+
+
+def solve3(a, b):
+    """x of a 3 x 3 system, by Cramer's rule."""
+    def det(m):
+        return (m[0][0] * (m[1][1] * m[2][2] - m[1][2] * m[2][1]) -
+                m[0][1] * (m[1][0] * m[2][2] - m[1][2] * m[2][0]) +
+                m[0][2] * (m[1][0] * m[2][1] - m[1][1] * m[2][0]))
+
+    whole = det(a)
+    return [det([[b[i] if k == j else a[i][k] for k in range(3)] for i in range(3)]) / whole
+            for j in range(3)]
+
+
+def interpolate(point, others):
+    """A plane through the values of the nearest points, nearer ones weighing more, at `point`. Kept
+    within their values: at the rim of the plane nothing is extrapolated."""
+    nearest = sorted(others, key=lambda other: math.dist(point, other[0]))[:6]
+    a = [[0.0] * 3 for _ in range(3)]
+    b = [0.0] * 3
+    for place, value in nearest:
+        weight = 1 / (0.1 + math.dist(point, place)**2)
+        basis = (1.0, place[0] - point[0], place[1] - point[1])
+        for i in range(3):
+            b[i] += weight * basis[i] * value
+            for j in range(3):
+                a[i][j] += weight * basis[i] * basis[j]
+    for i in (1, 2): # where the points do not fix a slope, none is assumed
+        a[i][i] += 0.1 * a[0][0]
+    values = [value for _, value in nearest]
+    return min(max(solve3(a, b)[0], min(values)), max(values))
+
+
+def cliffs(records):
+    """[(times the interpolation, record)], worst first. Each shape of the sweep is compared with its
+    neighbours of the same alignment: the time over the roofline's, its logarithm interpolated in the
+    plane of log rows and log cols. Dividing by the roofline's time takes out the bytes and most of
+    what a launch costs; what is left changes slowly, but at a cliff."""
+    classes = {}
+    for record in records:
+        if record["op"] != "meta" and record["suite"] == "sweep" and record["impl"] == OURS and record["us"]:
+            place = (math.log2(record["rows"]), math.log2(record["cols"]))
+            value = math.log2(record["us"] / record["roofline_us"])
+            classes.setdefault(alignment(record["cols"]), []).append((place, value, record))
+    found = []
+    for points in classes.values():
+        for i, (place, value, record) in enumerate(points):
+            others = [(p, v) for k, (p, v, _) in enumerate(points) if k != i]
+            if len(others) >= 4: # fewer say nothing about a plane
+                found.append((2**(value - interpolate(place, others)), record))
+    return sorted(found, key=lambda pair: -pair[0])
+
+
+def slower_than(records, peer):
+    """[(ours / theirs, record)] of the sweep's shapes where a peer is faster, worst first; and how
+    many were compared."""
+    rows = [row for group in problems(records, "sweep").values() for row in group.values()]
+    both = [(row[OURS]["us"] / row[peer]["us"], row[OURS]) for row in rows
+            if row.get(OURS, {}).get("us") and row.get(peer, {}).get("us")]
+    return sorted((pair for pair in both if pair[0] > 1), key=lambda pair: -pair[0]), len(both)
+
+
+# ---- tables ------------------------------------------------------------------------------------
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|--:" * (len(head) - 1) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def number(value, decimals):
+    return "-" if value is None else f"{value:.{decimals}f}"
+
+
+def times_table(group):
+    impls = impls_in([group])
+    peers = [impl for impl in impls if impl != OURS]
+    head = ["rows x cols", "roofline", OURS, f"roofline / {OURS}"] + [IMPLS[impl][0] for impl in peers]
+    if peers:
+        head.append(f"fastest peer / {OURS}")
+    rows = []
+    for label, row in group.items():
+        ours = row.get(OURS, {}).get("us")
+        roofline, best = next(iter(row.values()))["roofline_us"], fastest_peer(row)
+        cells = [label, number(roofline, 1), number(ours, 1), number(ours and roofline / ours, 2)]
+        cells += [number(row.get(impl, {}).get("us"), 1) for impl in peers]
+        if peers:
+            cells.append(number(best / ours if ours and best else None, 2))
+        rows.append(cells)
+    return table(head, rows)
+
+
+def suite_tables(records, suite):
+    return "\n\n".join(f"### {OPS[op].capitalize()}, {dtype}\n\n{times_table(group)}"
+                       for (op, dtype), group in problems(records, suite).items())
+
+
+def summary(groups):
+    """Geometric means over shapes where both were measured."""
+    lines = []
+    for impl in impls_in(groups):
+        rows = [row for group in groups for row in group.values() if row.get(impl, {}).get("us")]
+        if impl == OURS:
+            ratios = [row[OURS]["roofline_us"] / row[OURS]["us"] for row in rows]
+            what = "of the roofline's speed"
+        else:
+            ratios = [row[impl]["us"] / row[OURS]["us"] for row in rows if row.get(OURS, {}).get("us")]
+            what = f"times the time of {OURS}"
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            lines.append(f"- {IMPLS[impl][0]}: {mean:.2f} {what} (geometric mean of {len(ratios)} "
+                         f"shapes, {min(ratios):.2f} to {max(ratios):.2f})")
+    return "\n".join(lines)
+
+
+def cliff_report(records):
+    found = cliffs(records)
+    over = [pair for pair in found if pair[0] > CLIFF]
+    slower, compared = slower_than(records, "torch")
+    lines = [f"- {len(found)} shapes compared with their interpolated neighbours; {len(over)} slower "
+             f"than {CLIFF} times, the worst {found[0][0]:.2f} times.",
+             f"- {len(slower)} of {compared} shapes slower than PyTorch eager."]
+    rows = [[label_of(r), number(r["us"], 1), number(r["roofline_us"] / r["us"], 2), f"{ratio:.2f}",
+             r.get("kernel", "-")] for ratio, r in found[:WORST]]
+    text = "\n".join(lines) + "\n\n" + table(
+        ["rows x cols", "us", f"roofline / {OURS}", "times the interpolation", "kernel"], rows)
+    if slower:
+        text += "\n\n" + table(["rows x cols", "us", "times PyTorch eager"],
+                               [[label_of(r), number(r["us"], 1), f"{ratio:.2f}"]
+                                for ratio, r in slower[:WORST]])
+    return text
+
+
+def absences(records):
+    """Who was not measured where, and why. In the sweep the shapes are only counted."""
+    reasons = {}
+    for record in records:
+        if record.get("absent"):
+            where = reasons.setdefault((record["impl"], record["absent"]), {})
+            if record["suite"] == "sweep":
+                where["sweep"] = where.get("sweep", 0) + 1
+            else:
+                where[f"{OPS[record['op']]} {record['dtype']} {label_of(record)}"] = 1
+    lines = [f"- {IMPLS[impl][0]}, `{reason}`: " + "; ".join(
+        f"{count} shapes of the sweep" if place == "sweep" else place for place, count in where.items())
+             for (impl, reason), where in reasons.items()]
+    for meta in metas(records):
+        lines += [f"- {IMPLS[name][0]} could not be imported: `{why}`"
+                  for name, why in meta.get("not_importable", {}).items()]
+    return "\n".join(dict.fromkeys(lines))
+
+
+TITLES = {"models": "Hidden sizes of known models", "edge": "Shapes where others fall off",
+          "host": "On the CPU"}
+
+
+def report(records, plots=()):
+    """The tables as Markdown. plots: names of SVG files beside it that exist."""
+    parts = []
+
+    def plot(name, alt):
+        if name in plots:
+            parts.append(f"![{alt}](benchmarks/{name}.svg)")
+
+    for suite, title in TITLES.items():
+        groups = problems(records, suite)
+        if not groups:
+            continue
+        parts += [f"## {title}", summary(list(groups.values()))]
+        plot(suite, f"{title}: roofline time over measured time, for each library and shape")
+        parts.append(suite_tables(records, suite))
+    if cliffs(records):
+        parts += ["## 200 random shapes", cliff_report(records)]
+        plot("sweep", "Random shapes: roofline time over measured time against the number of elements")
+    missing = absences(records)
+    if missing:
+        parts += ["## What is absent, and why", missing]
+    return "\n\n".join(parts) + "\n"
+
+
+INTRO = """# Benchmarks
+
+Made by `tools/plot_bench.py` from the records in [benchmarks/](benchmarks/); do not edit by hand.
+
+Microseconds of one call, and ratios. The **roofline** is an elementwise kernel that moves the same
+bytes (backward: `dx = x + dy`; forward, and where dy is one number: a copy), the fastest of several,
+timed in the same process on the same buffers: `roofline / normjit` 1.00 would be no slower than that.
+All libraries of a table ran in one process on the same operands: CUDA-graph replays over buffer sets
+that together exceed four times the L2 cache, the graphs taking turns, the median of 7 replays over
+the number of calls. Each result was checked against float64; one that is wrong is not timed.
+
+- Backward computes dx, dgamma and dbeta; forward saves mean and rstd (f32).
+- Shapes of channels-first are (N, C, S), normalized over C. PyTorch has no such norm: eager, its time
+  includes transposing there and back; torch.compile fuses that.
+- padded: 64 elements between rows. misaligned: one element past an aligned address. broadcast-dy: dy
+  is one number, all its strides are 0. cuDNN runs the plan that its heuristics put first.
+- Times hold on the card named here; compare within a table."""
+
+
+def document(records, plots):
+    lines = []
+    for meta in metas(records):
+        lines.append(f"- {meta['date']}, {meta['device']}: `{meta['command']}`")
+        named = {key: meta[key] for key in ("normjit", "torch", "cuda", "triton", "cudnn",
+                                            "cudnn_frontend", "liger") if key in meta}
+        lines.append("  " + "; ".join(f"{key} {value}" for key, value in named.items()))
+    return INTRO + "\n\n## The run\n\n" + "\n".join(lines) + "\n\n" + report(records, plots)
+
+
+# ---- plots -------------------------------------------------------------------------------------
+
+FONT = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
+INK, FAINT, GRID = "#222222", "#666666", "#dddddd"
+
+
+def marker(impl, x, y, size=5.0):
+    """A filled shape, one for each implementation."""
+    corners = {
+        "cudnn": [(-1, -1), (1, -1), (1, 1), (-1, 1)],
+        "torch": [(0, -1.2), (1.15, 0.9), (-1.15, 0.9)],
+        "torch_compile": [(0, -1.35), (1.35, 0), (0, 1.35), (-1.35, 0)],
+        "liger": [(0, 1.2), (1.15, -0.9), (-1.15, -0.9)],
+    }
+    paint = f'fill="{IMPLS[impl][1]}" stroke="#ffffff" stroke-width="0.8"'
+    if impl == OURS:
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{1.25 * size:.1f}" {paint}/>'
+    points = " ".join(f"{x + size * dx:.1f},{y + size * dy:.1f}" for dx, dy in corners[impl])
+    return f'<polygon points="{points}" {paint}/>'
+
+
+def text_at(x, y, text, anchor="start", size=12, color=INK, weight="normal"):
+    return (f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
+            f'font-weight="{weight}" fill="{color}" {FONT}>{html.escape(text)}</text>')
+
+
+def line(x0, y0, x1, y1, color=GRID, width=1.0):
+    return (f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" stroke="{color}" '
+            f'stroke-width="{width}"/>')
+
+
+def legend(impls, x, y):
+    parts = []
+    for impl in impls:
+        name = IMPLS[impl][0]
+        parts += [marker(impl, x, y - 4), text_at(x + 11, y, name)]
+        x += 34 + 7 * len(name)
+    return parts
+
+
+def svg(width, height, title, parts):
+    head = (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" role="img">')
+    return "\n".join([head, f"<title>{html.escape(title)}</title>",
+                      f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
+
+
+def caption(records):
+    meta = metas(records)
+    return f"{meta[0]['device']}, {meta[0]['date']}" if meta else ""
+
+
+def ratio_of(record):
+    return record["roofline_us"] / record["us"]
+
+
+def ratio_axis(records):
+    """The end of the axis of ratios, in steps of 0.2. A norm that reads less from memory than it
+    should (a small shape whose operands stay in the cache) may pass 1."""
+    most = max((ratio_of(r) for r in records if r["op"] != "meta" and r["us"]), default=1.0)
+    return max(1.0, math.ceil(most * 5 - 0.25) / 5)
+
+
+def shapes_plot(records, suite, title):
+    """A line for each shape, a marker for each library: how close to the roofline it comes."""
+    groups = problems(records, suite)
+    left, right, top, step, width = 236, 24, 84, 19, 860
+    end = ratio_axis([r for group in groups.values() for row in group.values() for r in row.values()])
+
+    def at(ratio):
+        return left + (width - left - right) * ratio / end
+
+    lines, y = [], top
+    for (op, dtype), group in groups.items():
+        y += 12
+        lines.append(text_at(left - 12, y, f"{OPS[op]}, {dtype}", "end", weight="bold"))
+        for label, row in group.items():
+            y += step
+            lines += [line(left, y, at(end), y), text_at(left - 12, y + 4, label, "end")]
+            order = [impl for impl in IMPLS if impl != OURS] + [OURS] # ours on top
+            lines += [marker(impl, at(ratio_of(row[impl])), y) for impl in order
+                      if impl in row and row[impl]["us"]]
+        y += step
+    bottom = y
+    axis = []
+    for tick in range(round(end * 5) + 1):
+        x, one = at(tick / 5), tick == 5
+        axis += [line(x, top - 4, x, bottom, INK if one else GRID, 1.4 if one else 1.0),
+                 text_at(x, bottom + 18, f"{tick / 5:.1f}", "middle")]
+    axis.append(text_at((left + at(end)) / 2, bottom + 38,
+                        "speed relative to an elementwise kernel that moves the same bytes (1.0: roofline)",
+                        "middle", color=FAINT))
+    head = [text_at(16, 26, title, size=16, weight="bold"),
+            text_at(width - right, 26, caption(records), "end", color=FAINT),
+            *legend(impls_in(groups.values()), 24, 56)]
+    return svg(width, bottom + 52, title, head + axis + lines)
+
+
+def sweep_plot(records):
+    """Every shape of the sweep: the ratio against the number of elements."""
+    title = "200 random shapes, backward, bf16"
+    rows = [row for group in problems(records, "sweep").values() for row in group.values()]
+    left, right, top, height, width = 60, 24, 84, 330, 860
+    end = ratio_axis([r for row in rows for r in row.values()])
+    low, high = 18, 27 # log2 of the elements
+
+    def place(record):
+        elements = math.log2(record["rows"] * record["cols"])
+        x = left + (width - left - right) * (elements - low) / (high - low)
+        return x, top + height * (1 - ratio_of(record) / end)
+
+    parts = []
+    for tick in range(round(end * 5) + 1):
+        y, one = top + height * (1 - tick / 5 / end), tick == 5
+        parts += [line(left, y, width - right, y, INK if one else GRID, 1.4 if one else 1.0),
+                  text_at(left - 8, y + 4, f"{tick / 5:.1f}", "end")]
+    for power in range(low, high + 1):
+        x = left + (width - left - right) * (power - low) / (high - low)
+        parts += [line(x, top, x, top + height), text_at(x, top + height + 18, f"2^{power}", "middle")]
+    for impl in [impl for impl in IMPLS if impl != OURS] + [OURS]:
+        parts += [marker(impl, *place(row[impl]), size=3.2) for row in rows
+                  if impl in row and row[impl]["us"]]
+    head = [text_at(16, 26, title, size=16, weight="bold"),
+            text_at(width - right, 26, caption(records), "end", color=FAINT),
+            *legend(impls_in([dict(enumerate(rows))]), 24, 56),
+            text_at((left + width - right) / 2, top + height + 38,
+                    "elements (rows x cols); speed relative to the elementwise kernel", "middle",
+                    color=FAINT)]
+    return svg(width, top + height + 52, title, head + parts)
+
+
+def plots_of(records):
+    """{name: SVG} for what was measured."""
+    found = {suite: shapes_plot(records, suite, title) for suite, title in TITLES.items()
+             if problems(records, suite)}
+    headline = [r for r in records if r["op"] == "meta" or (
+        r["suite"], r["op"], r["dtype"]) == ("models", "layer_norm_bwd", "bf16")]
+    if problems(headline, "models"):
+        found["backward"] = shapes_plot(headline, "models", "LayerNorm backward at hidden sizes of known models")
+    if problems(records, "sweep"):
+        found["sweep"] = sweep_plot(records)
+    return found
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+def files_of(records):
+    """{path relative to the docs: text}"""
+    plots = plots_of(records)
+    made = {f"benchmarks/{name}.svg": text for name, text in plots.items()}
+    made["BENCHMARKS.md"] = document(records, plots)
+    return made
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of BENCHMARKS.md and benchmarks/")
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    chosen = parser.parse_args()
+    paths = sorted((chosen.docs / "benchmarks").glob("*.json"))
+    if not paths:
+        sys.exit(f"no records in {chosen.docs / 'benchmarks'}")
+    stale = []
+    for name, text in files_of(load(paths)).items():
+        path = chosen.docs / name
+        if not chosen.check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+    if stale:
+        sys.exit("not what tools/plot_bench.py makes: " + ", ".join(stale))
+
+
+if __name__ == "__main__":
+    main()
