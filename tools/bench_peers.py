@@ -19,6 +19,7 @@ import importlib.metadata
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -101,8 +102,8 @@ class Problem:
 
 
 def compile_c(sources, output, *flags):
-    subprocess.run([os.environ.get("CC", "cc"), "-std=gnu11", f"-I{ROOT / 'include'}", *flags, *sources,
-                    "-o", output, "-lm", "-ldl", "-lpthread"], check=True)
+    subprocess.run([*shlex.split(os.environ.get("CC", "cc")), "-std=gnu11", f"-I{ROOT / 'include'}",
+                    *flags, *sources, "-o", output, "-lm", "-ldl", "-lpthread"], check=True)
 
 
 def problems_of(suites, folder):
@@ -163,11 +164,10 @@ class NjSku(ctypes.Structure):
 class Normjit:
     """The library, compiled to a shared object, and a ctx on the current device."""
 
-    def __init__(self, device, folder):
+    def __init__(self, device, folder, *flags):
         path = f"{folder}/libnormjit.so"
-        flags = ["-O2", "-shared", "-fPIC", "-DNORMJIT_IMPLEMENTATION"]
-        compile_c(["-x", "c", str(ROOT / "include/normjit.h"), "-x", "none"], path, *flags,
-                  *(["-fopenmp"] if device == "cpu" else []))
+        compile_c(["-x", "c", str(ROOT / "include/normjit.h"), "-x", "none"], path, "-O2", "-shared",
+                  "-fPIC", "-DNORMJIT_IMPLEMENTATION", *flags)
         self.lib = lib = ctypes.CDLL(path)
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         lib.nj_last_error.restype = lib.nj_ctx_info.restype = ctypes.c_char_p
@@ -255,7 +255,7 @@ class Bench:
             torch.empty(1, device=device) # makes the CUDA context that normjit binds to
             self.stream = torch.cuda.Stream()
             torch.cuda.set_stream(self.stream)
-        self.normjit = Normjit(device, folder)
+        self.normjit = Normjit(device, folder, *([] if self.cuda else ["-fopenmp"]))
         self.compile_seconds, self.compile_budget = 0.0, compile_budget
         self.cudnn_handle = None
 

@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
-"""Makes docs/BENCHMARKS.md and its plots from the records that tools/bench_peers.py wrote.
+"""Makes docs/BENCHMARKS.md, its plots and the results in README.md from the records that
+tools/bench_peers.py wrote to docs/benchmarks/*.json.
 
-    python3 tools/plot_bench.py            # docs/benchmarks/*.json -> docs/BENCHMARKS.md, *.svg
-    python3 tools/plot_bench.py --check    # exit 1 unless the committed files are what it makes
+    python3 tools/plot_bench.py            # writes them
+    python3 tools/plot_bench.py --check    # exits 1 unless they are what it would write
 
 The same records give the same bytes: nothing is read but them, and SVG is written by hand here, so
 that no version of a plotting library changes the files."""
 import argparse
 import html
-import math
-import sys
 import json
+import math
+import re
+import sys
+import textwrap
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
 OURS = "normjit"
 # In the order of columns and legends. Colours (Okabe and Ito) and shapes differ, for eyes and for
 # printers that do not tell colours apart.
@@ -26,6 +29,7 @@ IMPLS = {
 }
 OPS = {"layer_norm_bwd": "backward", "layer_norm_fwd": "forward"}
 CLIFF = 1.35 # times the interpolated neighbours
+NEIGHBOURS = 6
 WORST = 10   # shapes that the report names
 
 
@@ -95,7 +99,7 @@ def solve3(a, b):
 def interpolate(point, others):
     """A plane through the values of the nearest points, nearer ones weighing more, at `point`. Kept
     within their values: at the rim of the plane nothing is extrapolated."""
-    nearest = sorted(others, key=lambda other: math.dist(point, other[0]))[:6]
+    nearest = sorted(others, key=lambda other: math.dist(point, other[0]))[:NEIGHBOURS]
     a = [[0.0] * 3 for _ in range(3)]
     b = [0.0] * 3
     for place, value in nearest:
@@ -175,6 +179,10 @@ def suite_tables(records, suite):
                        for (op, dtype), group in problems(records, suite).items())
 
 
+def geometric_mean(values):
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
 def summary(groups):
     """Geometric means over shapes where both were measured."""
     lines = []
@@ -187,9 +195,8 @@ def summary(groups):
             ratios = [row[impl]["us"] / row[OURS]["us"] for row in rows if row.get(OURS, {}).get("us")]
             what = f"times the time of {OURS}"
         if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            lines.append(f"- {IMPLS[impl][0]}: {mean:.2f} {what} (geometric mean of {len(ratios)} "
-                         f"shapes, {min(ratios):.2f} to {max(ratios):.2f})")
+            lines.append(f"- {IMPLS[impl][0]}: {geometric_mean(ratios):.2f} {what} (geometric mean of "
+                         f"{len(ratios)} shapes, {min(ratios):.2f} to {max(ratios):.2f})")
     return "\n".join(lines)
 
 
@@ -197,7 +204,11 @@ def cliff_report(records):
     found = cliffs(records)
     over = [pair for pair in found if pair[0] > CLIFF]
     slower, compared = slower_than(records, "torch")
-    lines = [f"- {len(found)} shapes compared with their interpolated neighbours; {len(over)} slower "
+    lines = ["rows and cols are log-uniform, 2^18 to 2^27 elements, with cols that are odd, twice odd, four "
+             "times odd and multiples of 8 (`bench --suite sweep --list`). A cliff is a shape much slower "
+             "than its neighbours of the same alignment: the logarithm of time over roofline time is "
+             f"interpolated in the plane of log rows and log cols, from the {NEIGHBOURS} nearest.", "",
+             f"- {len(found)} shapes compared with their interpolated neighbours; {len(over)} slower "
              f"than {CLIFF} times, the worst {found[0][0]:.2f} times.",
              f"- {len(slower)} of {compared} shapes slower than PyTorch eager."]
     rows = [[label_of(r), number(r["us"], 1), number(r["roofline_us"] / r["us"], 2), f"{ratio:.2f}",
@@ -287,6 +298,42 @@ def document(records, plots):
     return INTRO + "\n\n## The run\n\n" + "\n".join(lines) + "\n\n" + report(records, plots)
 
 
+# ---- README ------------------------------------------------------------------------------------
+
+HEADLINE = ("models", "layer_norm_bwd", "bf16")
+
+
+def headline(records):
+    """{label: {impl: record}} of the shapes that README.md speaks of."""
+    return problems(records, HEADLINE[0]).get(HEADLINE[1:], {})
+
+
+def readme_results(records):
+    """One plot, and one sentence that hides no shape where a peer is faster or we gave no result."""
+    group, meta = headline(records), metas(records)[0]
+    done = {label: row for label, row in group.items() if row[OURS]["us"]}
+    ratios = [ratio_of(row[OURS]) for row in done.values()]
+    peers = [IMPLS[impl][0] for impl in impls_in([group]) if impl != OURS]
+    lost = [label for label, row in done.items() if (fastest_peer(row) or math.inf) < row[OURS]["us"]]
+    exceptions = [f"; at {', '.join(lost)} a peer is faster"] if lost else []
+    if len(done) < len(group):
+        exceptions.append("; no result at " + ", ".join(label for label in group if label not in done))
+    sentence = (f"On one {meta['device']}, {meta['date']}, the bf16 backward ran at "
+                f"{geometric_mean(ratios):.2f} of the elementwise kernel's speed ({min(ratios):.2f} to "
+                f"{max(ratios):.2f} over {len(done)} shapes of known models), and was faster than each of "
+                f"{', '.join(peers)} at {len(done) - len(lost)} of them{''.join(exceptions)}. "
+                f"[docs/BENCHMARKS.md](docs/BENCHMARKS.md) has every shape, type and layout.")
+    return ("![LayerNorm backward in bf16: roofline time over measured time, for each library and shape]"
+            "(docs/benchmarks/backward.svg)\n\n" +
+            textwrap.fill(sentence, 100, break_long_words=False, break_on_hyphens=False))
+
+
+def readme_with(text, results):
+    """README.md with the results between its two marks."""
+    return re.sub(r"(<!-- results.*?-->\n).*?(<!-- end of results -->)",
+                  lambda marks: f"{marks[1]}{results}\n{marks[2]}", text, flags=re.DOTALL)
+
+
 # ---- plots -------------------------------------------------------------------------------------
 
 FONT = 'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"'
@@ -321,9 +368,8 @@ def line(x0, y0, x1, y1, color=GRID, width=1.0):
 def legend(impls, x, y):
     parts = []
     for impl in impls:
-        name = IMPLS[impl][0]
-        parts += [marker(impl, x, y - 4), text_at(x + 11, y, name)]
-        x += 34 + 7 * len(name)
+        parts += [marker(impl, x, y - 4), text_at(x + 11, y, IMPLS[impl][0])]
+        x += 120
     return parts
 
 
@@ -344,10 +390,8 @@ def ratio_of(record):
 
 
 def ratio_axis(records):
-    """The end of the axis of ratios, in steps of 0.2. A norm that reads less from memory than it
-    should (a small shape whose operands stay in the cache) may pass 1."""
-    most = max((ratio_of(r) for r in records if r["op"] != "meta" and r["us"]), default=1.0)
-    return max(1.0, math.ceil(most * 5 - 0.25) / 5)
+    """Where the axis of ratios ends: a little past 1, or past what was measured."""
+    return 1.03 * max([1.0] + [ratio_of(record) for record in records if record["us"]])
 
 
 def shapes_plot(records, suite, title):
@@ -372,7 +416,7 @@ def shapes_plot(records, suite, title):
         y += step
     bottom = y
     axis = []
-    for tick in range(round(end * 5) + 1):
+    for tick in range(int(end * 5) + 1):
         x, one = at(tick / 5), tick == 5
         axis += [line(x, top - 4, x, bottom, INK if one else GRID, 1.4 if one else 1.0),
                  text_at(x, bottom + 18, f"{tick / 5:.1f}", "middle")]
@@ -399,7 +443,7 @@ def sweep_plot(records):
         return x, top + height * (1 - ratio_of(record) / end)
 
     parts = []
-    for tick in range(round(end * 5) + 1):
+    for tick in range(int(end * 5) + 1):
         y, one = top + height * (1 - tick / 5 / end), tick == 5
         parts += [line(left, y, width - right, y, INK if one else GRID, 1.4 if one else 1.0),
                   text_at(left - 8, y + 4, f"{tick / 5:.1f}", "end")]
@@ -422,10 +466,10 @@ def plots_of(records):
     """{name: SVG} for what was measured."""
     found = {suite: shapes_plot(records, suite, title) for suite, title in TITLES.items()
              if problems(records, suite)}
-    headline = [r for r in records if r["op"] == "meta" or (
-        r["suite"], r["op"], r["dtype"]) == ("models", "layer_norm_bwd", "bf16")]
-    if problems(headline, "models"):
-        found["backward"] = shapes_plot(headline, "models", "LayerNorm backward at hidden sizes of known models")
+    if headline(records):
+        chosen = [r for r in records if r["op"] == "meta" or (r["suite"], r["op"], r["dtype"]) == HEADLINE]
+        found["backward"] = shapes_plot(chosen, HEADLINE[0],
+                                        "LayerNorm backward at hidden sizes of known models")
     if problems(records, "sweep"):
         found["sweep"] = sweep_plot(records)
     return found
@@ -434,25 +478,28 @@ def plots_of(records):
 # ---- files -------------------------------------------------------------------------------------
 
 
-def files_of(records):
-    """{path relative to the docs: text}"""
+def files_of(records, readme):
+    """{path in the repository: text}; readme: its present text."""
     plots = plots_of(records)
-    made = {f"benchmarks/{name}.svg": text for name, text in plots.items()}
-    made["BENCHMARKS.md"] = document(records, plots)
+    made = {f"docs/benchmarks/{name}.svg": text for name, text in plots.items()}
+    made["docs/BENCHMARKS.md"] = document(records, plots)
+    if headline(records):
+        made["README.md"] = readme_with(readme, readme_results(records))
     return made
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of BENCHMARKS.md and benchmarks/")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     chosen = parser.parse_args()
-    paths = sorted((chosen.docs / "benchmarks").glob("*.json"))
+    paths = sorted((chosen.root / "docs/benchmarks").glob("*.json"))
     if not paths:
-        sys.exit(f"no records in {chosen.docs / 'benchmarks'}")
+        sys.exit(f"no records in {chosen.root / 'docs/benchmarks'}")
+    readme = (chosen.root / "README.md").read_text(encoding="utf-8")
     stale = []
-    for name, text in files_of(load(paths)).items():
-        path = chosen.docs / name
+    for name, text in files_of(load(paths), readme).items():
+        path = chosen.root / name
         if not chosen.check:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
