@@ -12,7 +12,7 @@
              60 MB; median of --repeats replays; the fastest of several shapes of the elementwise
              kernel counts
 
-   --list prints the shapes of a suite instead, which is where tools/bench_peers.py has them from. */
+   --list prints the shapes of a suite instead: tools/bench_peers.py has them from there. */
 #define _POSIX_C_SOURCE 200809L
 #define NORMJIT_IMPLEMENTATION
 #include "normjit.h"
@@ -77,22 +77,22 @@ typedef int64_t shape[3];
 static const shape host_shapes[] = {
     {8192, 768}, {4096, 4096}, {1024, 12288}, {131072, 128}, {0, 0}};
 
-static const shape models_backward[] = {
-    {16384, 4096}, {8192, 8192}, {4096, 16384}, {8192, 5120}, {1024, 12288}, {8192, 4096},
-    {4096, 6144},  {4096, 8192}, {2048, 4096},  {131072, 128}, {8192, 128},  {4096, 2048},
-    {16384, 128},  {8192, 768},  {32768, 1024}, {0, 0}};
+static const shape models_backward[] = {{16384, 4096}, {8192, 8192},  {4096, 16384}, {8192, 5120},
+                                        {1024, 12288}, {8192, 4096},  {4096, 6144},  {4096, 8192},
+                                        {2048, 4096},  {131072, 128}, {8192, 128},   {4096, 2048},
+                                        {16384, 128},  {8192, 768},   {32768, 1024}, {0, 0}};
 static const shape models_forward[] = {{16384, 4096}, {8192, 8192},  {4096, 16384}, {1024, 12288},
                                        {8192, 768},   {131072, 128}, {0, 0}};
 static const shape models_other_types[] = {{16384, 4096}, {1024, 12288}, {8192, 768},
                                            {131072, 128}, {4096, 16384}, {0, 0}};
 
-static const shape edge_backward[] = {{4096, 1023},  {4096, 12345},  {512, 65536}, {512, 131072},
-                                      {512, 262144}, {16, 8192},     {16, 65536},  {1048576, 64},
+static const shape edge_backward[] = {{4096, 1023},  {4096, 12345}, {512, 65536}, {512, 131072},
+                                      {512, 262144}, {16, 8192},    {16, 65536},  {1048576, 64},
                                       {401408, 24},  {0, 0}};
 static const shape edge_channels_first[] = {
     {32, 256, 3136}, {8, 96, 50176}, {64, 768, 196}, {0, 0}};
 static const shape edge_layouts[] = {{16384, 4096}, {8192, 768}, {0, 0}};
-static const shape edge_forward[] = {{4096, 1023}, {4096, 12345},   {512, 65536},
+static const shape edge_forward[] = {{4096, 1023}, {4096, 12345}, {512, 65536},
                                      {16, 8192},   {1048576, 64}, {0, 0}};
 static const shape edge_other_types[] = {{4096, 12345}, {512, 65536}, {1048576, 64}, {0, 0}};
 static const shape edge_one[] = {{32, 256, 3136}, {0, 0}};
@@ -137,9 +137,9 @@ static double random_unit(uint64_t *state) {
     return (double)(*state >> 11) * 0x1p-53;
 }
 
-/* Shapes that nobody picked, always the same: rows and cols log-uniform, kept when they have 2^18 to
-   2^27 elements. What divides cols decides how wide accesses may be, so it is drawn first: half of
-   the shapes get a multiple of 8, a quarter an odd number, an eighth each an odd multiple of 2, 4. */
+/* Shapes that nobody picked, always the same: rows and cols log-uniform, kept when they have 2^18
+   to 2^27 elements. What divides cols decides how wide accesses may be, so it is given: half of
+   the cols are multiples of 8, a quarter are odd, an eighth each odd multiples of 2 and of 4. */
 static void sweep_draw(void) {
     static const int64_t divisors[8] = {8, 1, 8, 2, 8, 1, 8, 4};
     const double most_rows = 300000, most_cols = 65536;
@@ -981,9 +981,9 @@ static void usage(FILE *to) {
           "                            x of shape (N, C, S), normalized over axis 1; N * S rows;\n"
           "                            default (64, 768, 196)\n"
           "  --suite host|models|edge|sweep\n"
-          "                            the shapes of a table, narrowed by --op, --dtype, --layout:\n"
-          "                            for CPUs; hidden sizes of known models; odd lengths, very\n"
-          "                            long rows, strange layouts; 200 random shapes\n"
+          "                            shapes for CPUs; hidden sizes of known models; odd lengths,\n"
+          "                            very long rows, strange layouts; 200 random shapes. --op,\n"
+          "                            --dtype, --layout narrow it\n"
           "  --list                    print the suite's shapes, time nothing\n"
           "  --backend cuda|host       default: cuda when there is one\n"
           "  --repeats N               default 15 calls on the host, 7 replays on a GPU\n"

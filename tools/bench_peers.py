@@ -82,28 +82,27 @@ class Problem:
 
     @property
     def shape(self):
-        return (self.outer, self.cols, self.inner) if self.channels_first else (self.outer, self.cols)
-
-    @property
-    def stat_shape(self):
-        return (self.outer, 1, self.inner) if self.channels_first else (self.outer, 1)
+        return (self.outer, self.cols) + ((self.inner,) if self.channels_first else ())
 
     @property
     def reads_dy(self):
         """Whether a whole dy must be read: the elementwise kernel then adds, else it copies."""
         return self.backward and self.layout != "broadcast-dy"
 
+    @property
     def strides(self):
-        pad = PAD if self.layout == "padded" else 0
-        return (self.cols * self.inner, self.inner, 1) if self.channels_first else (self.cols + pad, 1)
+        if self.channels_first:
+            return self.cols * self.inner, self.inner, 1
+        return self.cols + (PAD if self.layout == "padded" else 0), 1
 
     def __str__(self):
         return f"{self.op} {self.dtype} {self.layout} {' x '.join(map(str, self.shape))}"
 
 
 def compile_c(sources, output, *flags):
-    subprocess.run([*shlex.split(os.environ.get("CC", "cc")), "-std=gnu11", f"-I{ROOT / 'include'}",
-                    *flags, *sources, "-o", output, "-lm", "-ldl", "-lpthread"], check=True)
+    subprocess.run([*shlex.split(os.environ.get("CC", "cc")), "-std=gnu11",
+                    f"-I{ROOT / 'include'}", *flags, *sources, "-o", output,
+                    "-lm", "-ldl", "-lpthread"], check=True)
 
 
 def problems_of(suites, folder):
@@ -126,6 +125,7 @@ RANK = 8
 OPS = {"layer_norm_fwd": 1, "layer_norm_bwd": 2}
 DTYPES = {"f16": 1, "bf16": 2, "f32": 3}
 BACKENDS = {"cuda": 1, "cpu": 2}
+SOURCE_FALLBACK_PTX = 3
 
 
 class NjTensor(ctypes.Structure):
@@ -143,8 +143,9 @@ class NjDesc(ctypes.Structure):
     _fields_ = [("rank", ctypes.c_int32), ("norm_axes", ctypes.c_uint32),
                 ("shape", ctypes.c_int64 * RANK), ("op", ctypes.c_int32), ("dtype", ctypes.c_int32),
                 ("param_dtype", ctypes.c_int32), ("stat_dtype", ctypes.c_int32),
-                ("has_gamma", ctypes.c_int32), ("has_beta", ctypes.c_int32), ("eps", ctypes.c_double),
-                ("grads", ctypes.c_uint32), ("accumulate", ctypes.c_uint32)]
+                ("has_gamma", ctypes.c_int32), ("has_beta", ctypes.c_int32),
+                ("eps", ctypes.c_double), ("grads", ctypes.c_uint32),
+                ("accumulate", ctypes.c_uint32)]
 
 
 class NjCtxDesc(ctypes.Structure):
@@ -166,8 +167,8 @@ class Normjit:
 
     def __init__(self, device, folder, *flags):
         path = f"{folder}/libnormjit.so"
-        compile_c(["-x", "c", str(ROOT / "include/normjit.h"), "-x", "none"], path, "-O2", "-shared",
-                  "-fPIC", "-DNORMJIT_IMPLEMENTATION", *flags)
+        compile_c(["-x", "c", str(ROOT / "include/normjit.h"), "-x", "none"], path, "-O2",
+                  "-shared", "-fPIC", "-DNORMJIT_IMPLEMENTATION", *flags)
         self.lib = lib = ctypes.CDLL(path)
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         lib.nj_last_error.restype = lib.nj_ctx_info.restype = ctypes.c_char_p
@@ -191,13 +192,14 @@ class Normjit:
                       op=OPS[problem.op], dtype=DTYPES[problem.dtype], has_gamma=1, has_beta=1,
                       eps=0 if problem.backward else EPS)
         plan = ctypes.c_void_p()
-        self.require(self.lib.nj_plan_select(ctypes.byref(plan), self.ctx, ctypes.byref(desc), None))
+        self.require(self.lib.nj_plan_select(ctypes.byref(plan), self.ctx, ctypes.byref(desc),
+                                             None))
         return plan
 
-    def kernel(self, plan, args):
+    def sku(self, plan, args):
         sku = NjSku()
         self.require(self.lib.nj_plan_sku(plan, ctypes.byref(args), ctypes.byref(sku)))
-        return sku.kernel.decode()
+        return sku
 
     def run(self, plan, args, workspace, size, stream):
         self.require(self.lib.nj_plan_run(plan, ctypes.byref(args), workspace, size, stream))
@@ -210,7 +212,8 @@ def nj_view(tensor):
 
 
 def nj_args(problem, s):
-    args = NjArgs(x=nj_view(s.x), gamma=nj_view(s.gamma), mean=nj_view(s.mean), rstd=nj_view(s.rstd))
+    args = NjArgs(x=nj_view(s.x), gamma=nj_view(s.gamma), mean=nj_view(s.mean),
+                  rstd=nj_view(s.rstd))
     if problem.backward:
         args.dy, args.dx = nj_view(s.dy), nj_view(s.out)
         args.dgamma, args.dbeta = nj_view(s.dgamma), nj_view(s.dbeta)
@@ -224,7 +227,7 @@ def nj_args(problem, s):
 
 @dataclasses.dataclass
 class Operands:
-    """One buffer set. aligned: x, dy, out as the elementwise kernel takes them, whole 32-bit words."""
+    """One buffer set. words: x, dy, out as the elementwise kernel has them, packed and aligned."""
 
     x: object
     dy: object
@@ -235,7 +238,7 @@ class Operands:
     dbeta: object
     mean: object
     rstd: object
-    aligned: tuple
+    words: tuple
 
     def results(self, problem):
         if problem.backward:
@@ -277,26 +280,32 @@ class Bench:
     def operands(self, problem):
         """Buffer sets that together exceed the cache."""
         torch, dtype = self.torch, self.types[problem.dtype]
-        size = dtype.itemsize
-        reach = problem.outer * problem.strides()[0] + 1
-        step = (reach + 127) // 128 * 128 # every set begins at a multiple of 256 bytes
-        moved = (3 if problem.reads_dy else 2) * problem.rows * problem.cols * size
+        cols = problem.cols
+        size = problem.rows * cols * dtype.itemsize
+        moved = (3 if problem.reads_dy else 2) * size
         sets = max(3, min(MOST_SETS, int(BEYOND_CACHE / moved) + 1)) if self.cuda else 3
-        param_step = (problem.cols + 127) // 128 * 128
-        whole = [torch.randn(sets * step, dtype=dtype, device=self.device) for _ in range(3)]
-        params = [torch.randn(sets * param_step, dtype=dtype, device=self.device) for _ in range(4)]
-        words = problem.rows * problem.cols * size // 256 * 64
+
+        def buffers(count, elements):
+            """Of all sets, and of one; each begins at a multiple of 256 bytes."""
+            step = (elements + 127) // 128 * 128
+            whole = [torch.randn(sets * step, dtype=dtype, device=self.device)
+                     for _ in range(count)]
+            return whole, [[w[i * step:(i + 1) * step] for w in whole] for i in range(sets)]
+
         start = 1 if problem.layout == "misaligned" else 0
+        whole, full = buffers(3, problem.outer * problem.strides[0] + start)
+        params = buffers(4, cols)[1]
         made = []
-        for i in range(sets):
-            x, dy, out = [w.as_strided(problem.shape, problem.strides(), i * step + start) for w in whole]
+        for of_set, of_params in zip(full, params):
+            x, dy, out = [b.as_strided(problem.shape, problem.strides, b.storage_offset() + start)
+                          for b in of_set]
             if problem.layout == "broadcast-dy":
-                dy = whole[1].as_strided(problem.shape, (0,) * len(problem.shape), i * step)
-            aligned = tuple(w[i * step:(i + 1) * step].view(torch.int32)[:words] for w in whole)
-            gamma, beta, dgamma, dbeta = [p[i * param_step:i * param_step + problem.cols] for p in params]
+                dy = of_set[1][0].expand(problem.shape)
+            gamma, beta, dgamma, dbeta = [p[:cols] for p in of_params]
             var, mean = torch.var_mean(x.float(), dim=1, correction=0, keepdim=True)
-            made.append(Operands(x, dy, out, gamma, beta, dgamma, dbeta, mean, torch.rsqrt(var + EPS),
-                                 aligned))
+            words = tuple(b.view(torch.int32)[:size // 256 * 64] for b in of_set)
+            made.append(Operands(x, dy, out, gamma, beta, dgamma, dbeta, mean,
+                                 torch.rsqrt(var + EPS), words))
         return made
 
     # ---- timing
@@ -368,7 +377,7 @@ def rooflines(bench, problem, sets):
     add = problem.reads_dy
 
     def by_torch(i):
-        x, dy, out = sets[i].aligned
+        x, dy, out = sets[i].words
         if add:
             bench.torch.add(x, dy, out=out)
         else:
@@ -376,15 +385,15 @@ def rooflines(bench, problem, sets):
 
     def by_triton(block, warps):
         def call(i):
-            x, dy, out = sets[i].aligned
-            elementwise[(triton.cdiv(x.numel(), block),)](x, dy, out, x.numel(), ADD=add, BLOCK=block,
-                                                          num_warps=warps)
+            x, dy, out = sets[i].words
+            elementwise[(triton.cdiv(x.numel(), block),)](x, dy, out, x.numel(), ADD=add,
+                                                          BLOCK=block, num_warps=warps)
         return call
 
     calls = [by_torch]
     if triton and bench.cuda:
         calls += [by_triton(*how) for how in ((1024, 8), (2048, 8), (4096, 8), (4096, 32))]
-    x, dy, out = sets[0].aligned
+    x, dy, out = sets[0].words
     for call in calls:
         out.zero_()
         call(0)
@@ -412,16 +421,18 @@ def by_normjit(bench, problem, sets):
         size = bench.normjit.lib.nj_plan_workspace_size(plan)
         workspace = bench.torch.empty(size, dtype=bench.torch.uint8, device=bench.device)
         args = [nj_args(problem, s) for s in sets]
-        kernel = bench.normjit.kernel(plan, args[0])
+        sku = bench.normjit.sku(plan, args[0])
     except Exception:
         bench.normjit.lib.nj_plan_destroy(plan)
         raise
+    if sku.source == SOURCE_FALLBACK_PTX:
+        sys.exit("NVRTC was not found: timing the embedded PTX would say nothing about normjit")
 
     def call(i):
         bench.normjit.run(plan, args[i], workspace.data_ptr(), size, bench.stream_handle())
         return sets[i].results(problem)
 
-    call.kernel = kernel
+    call.kernel = sku.kernel.decode()
     call.close = lambda: bench.normjit.lib.nj_plan_destroy(plan)
     return call
 
@@ -477,7 +488,7 @@ def by_torch_compile(bench, problem, sets):
 
 def require_rows(problem, *layouts):
     if problem.layout not in layouts:
-        raise Absent(f"layout {problem.layout} is not tried: it takes {' or '.join(layouts)} operands")
+        raise Absent(f"{problem.layout} is not tried: it takes {' or '.join(layouts)} operands")
 
 
 def by_liger(bench, problem, sets):
@@ -498,8 +509,8 @@ def by_liger(bench, problem, sets):
 
 
 def cudnn_graph(cudnn, handle, problem, form):
-    """A graph of a packed problem, and its tensors in the order of cudnn_operands. form: how rows and
-    cols become axes."""
+    """A graph of a packed problem, and its tensors in the order of cudnn_operands. form: how rows
+    and cols become axes."""
     kinds = cudnn.data_type
     io = {"f16": kinds.HALF, "bf16": kinds.BFLOAT16, "f32": kinds.FLOAT}[problem.dtype]
     rows, cols = problem.rows, problem.cols
@@ -519,17 +530,17 @@ def cudnn_graph(cudnn, handle, problem, form):
 
     x, gamma = tensor("x", full, io), tensor("gamma", param, io)
     if problem.backward:
-        dy, mean, rstd = tensor("dy", full, io), tensor("mean", stat, kinds.FLOAT), tensor(
-            "rstd", stat, kinds.FLOAT)
+        dy = tensor("dy", full, io)
+        mean, rstd = tensor("mean", stat, kinds.FLOAT), tensor("rstd", stat, kinds.FLOAT)
         dx, dgamma, dbeta = graph.layernorm_backward(name="backward", grad=dy, input=x, scale=gamma,
                                                      mean=mean, inv_variance=rstd)
         outputs = ((dx, full, io), (dgamma, param, io), (dbeta, param, io))
         tensors = (x, gamma, dy, mean, rstd, dx, dgamma, dbeta)
     else:
-        beta, eps = tensor("beta", param, io), tensor("eps", one, kinds.FLOAT, is_pass_by_value=True)
-        y, mean, rstd = graph.layernorm(name="forward",
-                                        norm_forward_phase=cudnn.norm_forward_phase.TRAINING, input=x,
-                                        scale=gamma, bias=beta, epsilon=eps)
+        beta = tensor("beta", param, io)
+        eps = tensor("eps", one, kinds.FLOAT, is_pass_by_value=True)
+        y, mean, rstd = graph.layernorm(norm_forward_phase=cudnn.norm_forward_phase.TRAINING,
+                                        input=x, scale=gamma, bias=beta, epsilon=eps, name="forward")
         outputs = ((y, full, io), (mean, stat, kinds.FLOAT), (rstd, stat, kinds.FLOAT))
         tensors = (x, gamma, beta, eps, y, mean, rstd)
     for output, place, kind in outputs:
@@ -562,10 +573,12 @@ def by_cudnn(bench, problem, sets):
             refusals.append(f"as {form}: {first_line(error)}")
     else:
         raise Absent("cuDNN has no plan; " + "; ".join(refusals))
-    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=bench.device)
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8,
+                            device=bench.device)
     eps = torch.full((1,), EPS) # on the CPU: passed by value
     ids = [tensor.get_uid() for tensor in tensors]
-    packs = [{uid: t.data_ptr() for uid, t in zip(ids, cudnn_operands(problem, s, eps))} for s in sets]
+    packs = [{uid: operand.data_ptr() for uid, operand in zip(ids, cudnn_operands(problem, s, eps))}
+             for s in sets]
 
     def call(i):
         graph.execute(packs[i], workspace.data_ptr(), handle=bench.cudnn_handle)
@@ -587,9 +600,9 @@ MODULES = {"cudnn": "cudnn", "liger": "liger_kernel.ops.layer_norm"} # that may 
 def reference(bench, problem, s):
     """[(value, tolerance)] of each result, in float64, from the operands as they are.
 
-    A result is rounded once to its type, hence 2 eps(type) |value|. Arithmetic is in f32: a term has
-    some rounding errors of its own and a sum adds some more, which are random and mostly cancel:
-    16 eps(f32) times the sum of the magnitudes is generous for one, and tight enough to notice a
+    A result is rounded once to its type, hence 2 eps(type) |value|. Arithmetic is in f32: a term
+    has some rounding errors of its own and a sum adds some more, which are random and mostly
+    cancel: 16 eps(f32) times the sum of the magnitudes is generous, and tight enough to notice a
     partial sum that was kept in a narrower type."""
     torch = bench.torch
     narrow = 2 * torch.finfo(bench.types[problem.dtype]).eps
@@ -602,7 +615,8 @@ def reference(bench, problem, s):
         var, mean = torch.var_mean(x, dim=1, correction=0, keepdim=True)
         rstd = torch.rsqrt(var + EPS)
         y = (x - mean) * rstd * gamma + beta
-        mean_size = x.abs().mean(dim=1, keepdim=True) # a wrong mean shows undiminished where x is near
+        mean_size = x.abs().mean(dim=1, keepdim=True)
+        # the mean's own error stays whole where x is close to it, hence the sizes and not x - mean
         size = (x.abs() + mean_size) * rstd * gamma.abs() + beta.abs()
         return [(y, narrow * y.abs() + 16 * f32 * size), (mean, 16 * f32 * mean_size),
                 (rstd, 16 * f32 * rstd)]
@@ -676,7 +690,8 @@ def describe(bench, missing):
     """The record that says where and how the others were made."""
     torch = bench.torch
     meta = {"op": "meta", "date": datetime.date.today().isoformat(),
-            "command": " ".join(["python3", "tools/bench_peers.py", *sys.argv[1:]]),
+            "command": " ".join(["python3 tools/bench_peers.py"] + [
+                Path(word).name for word in sys.argv[1:]]), # no reader has these folders
             "device": torch.cuda.get_device_name() if bench.cuda else "CPU",
             "normjit": bench.normjit.info, "torch": torch.__version__, "cuda": torch.version.cuda,
             "triton": getattr(triton, "__version__", None), "liger": version_of("liger-kernel"),
@@ -713,9 +728,10 @@ def importable(names):
 
 def options():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--suite", default="models,edge", help="of bench: host, models, edge, sweep")
-    parser.add_argument("--peers", default="cudnn,torch,torch_compile,liger", help="any of "
-                        + ",".join(name for name in LIBRARIES if name != "normjit"))
+    peers = ",".join(name for name in LIBRARIES if name != "normjit")
+    parser.add_argument("--suite", default="models,edge",
+                        help="of bench: host, models, edge, sweep (that only beside PyTorch eager)")
+    parser.add_argument("--peers", default=peers, help=f"some of {peers}")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write records after each shape")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables, too")
     parser.add_argument("--budget-s", type=float, default=math.inf, metavar="N",
@@ -765,7 +781,7 @@ def main():
             save(chosen.json, records)
             say(f"[{n}/{len(problems)} {time.monotonic() - start:.0f} s] {problem}: roofline "
                 f"{found[0]['roofline_us']:.1f}; " + "; ".join(
-                    f"{r['impl']} {r['us']:.1f}" if r["us"] else f"{r['impl']} absent ({r['absent']})"
+                    r["impl"] + (f" {r['us']:.1f}" if r["us"] else f" absent ({r['absent']})")
                     for r in found))
             if bench.cuda:
                 torch.cuda.empty_cache()

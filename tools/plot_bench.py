@@ -64,16 +64,28 @@ def problems(records, suite):
     return found
 
 
-def impls_in(groups):
+def rows_of(records, suite):
+    """[{impl: record}], one for each problem."""
+    return [row for group in problems(records, suite).values() for row in group.values()]
+
+
+def impls_in(rows):
     """Those that were measured at least once, in the order of IMPLS."""
-    measured = {impl for group in groups for row in group.values() for impl, record in row.items()
-                if record["us"]}
-    return [impl for impl in IMPLS if impl in measured]
+    return [impl for impl in IMPLS if any(us_of(row, impl) for row in rows)]
+
+
+def us_of(row, impl):
+    """None when it was not measured."""
+    return row[impl]["us"] if impl in row else None
 
 
 def fastest_peer(row):
     return min((record["us"] for impl, record in row.items() if impl != OURS and record["us"]),
                default=None)
+
+
+def ratio_of(record):
+    return record["roofline_us"] / record["us"]
 
 
 # ---- cliffs ------------------------------------------------------------------------------------
@@ -116,15 +128,16 @@ def interpolate(point, others):
 
 
 def cliffs(records):
-    """[(times the interpolation, record)], worst first. Each shape of the sweep is compared with its
-    neighbours of the same alignment: the time over the roofline's, its logarithm interpolated in the
-    plane of log rows and log cols. Dividing by the roofline's time takes out the bytes and most of
-    what a launch costs; what is left changes slowly, but at a cliff."""
+    """[(times the interpolation, record)], worst first. Each shape of the sweep is compared with
+    its neighbours of the same alignment: the time over the roofline's, its logarithm interpolated
+    in the plane of log rows and log cols. Dividing by the roofline's time takes out the bytes and
+    most of what a launch costs; what is left changes slowly, but at a cliff."""
     classes = {}
-    for record in records:
-        if record["op"] != "meta" and record["suite"] == "sweep" and record["impl"] == OURS and record["us"]:
+    for row in rows_of(records, "sweep"):
+        record = row.get(OURS)
+        if record and record["us"]:
             place = (math.log2(record["rows"]), math.log2(record["cols"]))
-            value = math.log2(record["us"] / record["roofline_us"])
+            value = -math.log2(ratio_of(record))
             classes.setdefault(alignment(record["cols"]), []).append((place, value, record))
     found = []
     for points in classes.values():
@@ -138,9 +151,8 @@ def cliffs(records):
 def slower_than(records, peer):
     """[(ours / theirs, record)] of the sweep's shapes where a peer is faster, worst first; and how
     many were compared."""
-    rows = [row for group in problems(records, "sweep").values() for row in group.values()]
-    both = [(row[OURS]["us"] / row[peer]["us"], row[OURS]) for row in rows
-            if row.get(OURS, {}).get("us") and row.get(peer, {}).get("us")]
+    both = [(row[OURS]["us"] / row[peer]["us"], row[OURS]) for row in rows_of(records, "sweep")
+            if us_of(row, OURS) and us_of(row, peer)]
     return sorted((pair for pair in both if pair[0] > 1), key=lambda pair: -pair[0]), len(both)
 
 
@@ -157,17 +169,16 @@ def number(value, decimals):
 
 
 def times_table(group):
-    impls = impls_in([group])
-    peers = [impl for impl in impls if impl != OURS]
-    head = ["rows x cols", "roofline", OURS, f"roofline / {OURS}"] + [IMPLS[impl][0] for impl in peers]
+    peers = [impl for impl in impls_in(group.values()) if impl != OURS]
+    head = ["rows x cols", "roofline", OURS, f"roofline / {OURS}", *(IMPLS[p][0] for p in peers)]
     if peers:
         head.append(f"fastest peer / {OURS}")
     rows = []
     for label, row in group.items():
-        ours = row.get(OURS, {}).get("us")
-        roofline, best = next(iter(row.values()))["roofline_us"], fastest_peer(row)
+        ours, best = us_of(row, OURS), fastest_peer(row)
+        roofline = next(iter(row.values()))["roofline_us"]
         cells = [label, number(roofline, 1), number(ours, 1), number(ours and roofline / ours, 2)]
-        cells += [number(row.get(impl, {}).get("us"), 1) for impl in peers]
+        cells += [number(us_of(row, peer), 1) for peer in peers]
         if peers:
             cells.append(number(best / ours if ours and best else None, 2))
         rows.append(cells)
@@ -183,38 +194,43 @@ def geometric_mean(values):
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def summary(groups):
+def summary(rows):
     """Geometric means over shapes where both were measured."""
     lines = []
-    for impl in impls_in(groups):
-        rows = [row for group in groups for row in group.values() if row.get(impl, {}).get("us")]
+    ours = [row for row in rows if us_of(row, OURS)]
+    for impl in impls_in(ours):
         if impl == OURS:
-            ratios = [row[OURS]["roofline_us"] / row[OURS]["us"] for row in rows]
             what = "of the roofline's speed"
+            ratios = [ratio_of(row[OURS]) for row in ours]
         else:
-            ratios = [row[impl]["us"] / row[OURS]["us"] for row in rows if row.get(OURS, {}).get("us")]
             what = f"times the time of {OURS}"
-        if ratios:
-            lines.append(f"- {IMPLS[impl][0]}: {geometric_mean(ratios):.2f} {what} (geometric mean of "
-                         f"{len(ratios)} shapes, {min(ratios):.2f} to {max(ratios):.2f})")
+            ratios = [us_of(row, impl) / us_of(row, OURS) for row in ours if us_of(row, impl)]
+        lines.append(f"- {IMPLS[impl][0]}: {geometric_mean(ratios):.2f} {what} (geometric mean of "
+                     f"{len(ratios)} shapes, {min(ratios):.2f} to {max(ratios):.2f})")
     return "\n".join(lines)
+
+
+SWEEP = f"""Rows and cols are log-uniform, with 2^18 to 2^27 elements; half of the cols are multiples
+of 8, the others odd, twice odd or four times odd (`bench --suite sweep --list`). A cliff is a shape
+much slower than its neighbours of the same alignment: the logarithm of time over roofline time is
+interpolated in the plane of log rows and log cols from the nearest {NEIGHBOURS}."""
 
 
 def cliff_report(records):
     found = cliffs(records)
     over = [pair for pair in found if pair[0] > CLIFF]
     slower, compared = slower_than(records, "torch")
-    lines = ["rows and cols are log-uniform, 2^18 to 2^27 elements, with cols that are odd, twice odd, four "
-             "times odd and multiples of 8 (`bench --suite sweep --list`). A cliff is a shape much slower "
-             "than its neighbours of the same alignment: the logarithm of time over roofline time is "
-             f"interpolated in the plane of log rows and log cols, from the {NEIGHBOURS} nearest.", "",
-             f"- {len(found)} shapes compared with their interpolated neighbours; {len(over)} slower "
-             f"than {CLIFF} times, the worst {found[0][0]:.2f} times.",
-             f"- {len(slower)} of {compared} shapes slower than PyTorch eager."]
-    rows = [[label_of(r), number(r["us"], 1), number(r["roofline_us"] / r["us"], 2), f"{ratio:.2f}",
+    text = f"""{SWEEP}
+
+- {len(found)} shapes compared with their interpolated neighbours; {len(over)} slower than {CLIFF}
+  times, the worst {found[0][0]:.2f} times.
+- {len(slower)} of {compared} shapes slower than PyTorch eager.
+
+"""
+    rows = [[label_of(r), number(r["us"], 1), number(ratio_of(r), 2), f"{ratio:.2f}",
              r.get("kernel", "-")] for ratio, r in found[:WORST]]
-    text = "\n".join(lines) + "\n\n" + table(
-        ["rows x cols", "us", f"roofline / {OURS}", "times the interpolation", "kernel"], rows)
+    text += table(["rows x cols", "us", f"roofline / {OURS}", "times the interpolation", "kernel"],
+                  rows)
     if slower:
         text += "\n\n" + table(["rows x cols", "us", "times PyTorch eager"],
                                [[label_of(r), number(r["us"], 1), f"{ratio:.2f}"]
@@ -233,8 +249,8 @@ def absences(records):
             else:
                 where[f"{OPS[record['op']]} {record['dtype']} {label_of(record)}"] = 1
     lines = [f"- {IMPLS[impl][0]}, `{reason}`: " + "; ".join(
-        f"{count} shapes of the sweep" if place == "sweep" else place for place, count in where.items())
-             for (impl, reason), where in reasons.items()]
+        f"{count} shapes of the sweep" if place == "sweep" else place
+        for place, count in where.items()) for (impl, reason), where in reasons.items()]
     for meta in metas(records):
         lines += [f"- {IMPLS[name][0]} could not be imported: `{why}`"
                   for name, why in meta.get("not_importable", {}).items()]
@@ -254,15 +270,15 @@ def report(records, plots=()):
             parts.append(f"![{alt}](benchmarks/{name}.svg)")
 
     for suite, title in TITLES.items():
-        groups = problems(records, suite)
-        if not groups:
+        rows = rows_of(records, suite)
+        if not rows:
             continue
-        parts += [f"## {title}", summary(list(groups.values()))]
+        parts += [f"## {title}", summary(rows)]
         plot(suite, f"{title}: roofline time over measured time, for each library and shape")
         parts.append(suite_tables(records, suite))
     if cliffs(records):
         parts += ["## 200 random shapes", cliff_report(records)]
-        plot("sweep", "Random shapes: roofline time over measured time against the number of elements")
+        plot("sweep", "Random shapes: roofline time over measured time, by number of elements")
     missing = absences(records)
     if missing:
         parts += ["## What is absent, and why", missing]
@@ -274,17 +290,19 @@ INTRO = """# Benchmarks
 Made by `tools/plot_bench.py` from the records in [benchmarks/](benchmarks/); do not edit by hand.
 
 Microseconds of one call, and ratios. The **roofline** is an elementwise kernel that moves the same
-bytes (backward: `dx = x + dy`; forward, and where dy is one number: a copy), the fastest of several,
-timed in the same process on the same buffers: `roofline / normjit` 1.00 would be no slower than that.
-All libraries of a table ran in one process on the same operands: CUDA-graph replays over buffer sets
-that together exceed four times the L2 cache, the graphs taking turns, the median of 7 replays over
-the number of calls. Each result was checked against float64; one that is wrong is not timed.
+bytes (backward: `dx = x + dy`; forward, and where dy is one number: a copy), the fastest of
+several, timed in the same process on the same buffers: `roofline / normjit` 1.00 would be no slower
+than that. All libraries of a table ran in one process on the same operands: CUDA-graph replays over
+buffer sets that together exceed four times the L2 cache, the graphs taking turns, the median of 7
+replays over the number of calls. Each result was checked against float64; one that is wrong is not
+timed.
 
 - Backward computes dx, dgamma and dbeta; forward saves mean and rstd (f32).
-- Shapes of channels-first are (N, C, S), normalized over C. PyTorch has no such norm: eager, its time
-  includes transposing there and back; torch.compile fuses that.
-- padded: 64 elements between rows. misaligned: one element past an aligned address. broadcast-dy: dy
-  is one number, all its strides are 0. cuDNN runs the plan that its heuristics put first.
+- Shapes of channels-first are (N, C, S), normalized over C. PyTorch has no such norm: eager, its
+  time includes transposing there and back; torch.compile fuses that.
+- padded: 64 elements between rows. misaligned: one element past an aligned address. broadcast-dy:
+  dy is one number, all its strides are 0.
+- cuDNN runs the plan that its heuristics put first.
 - Times hold on the card named here; compare within a table."""
 
 
@@ -309,21 +327,24 @@ def headline(records):
 
 
 def readme_results(records):
-    """One plot, and one sentence that hides no shape where a peer is faster or we gave no result."""
+    """One plot, and one sentence that hides no shape where a peer is faster or ours is missing."""
     group, meta = headline(records), metas(records)[0]
-    done = {label: row for label, row in group.items() if row[OURS]["us"]}
+    done = {label: row for label, row in group.items() if us_of(row, OURS)}
     ratios = [ratio_of(row[OURS]) for row in done.values()]
-    peers = [IMPLS[impl][0] for impl in impls_in([group]) if impl != OURS]
-    lost = [label for label, row in done.items() if (fastest_peer(row) or math.inf) < row[OURS]["us"]]
-    exceptions = [f"; at {', '.join(lost)} a peer is faster"] if lost else []
-    if len(done) < len(group):
-        exceptions.append("; no result at " + ", ".join(label for label in group if label not in done))
+    peers = [IMPLS[impl][0] for impl in impls_in(group.values()) if impl != OURS]
+    lost = [label for label, row in done.items()
+            if (fastest_peer(row) or math.inf) < us_of(row, OURS)]
+    missing = [label for label in group if label not in done]
     sentence = (f"On one {meta['device']}, {meta['date']}, the bf16 backward ran at "
-                f"{geometric_mean(ratios):.2f} of the elementwise kernel's speed ({min(ratios):.2f} to "
-                f"{max(ratios):.2f} over {len(done)} shapes of known models), and was faster than each of "
-                f"{', '.join(peers)} at {len(done) - len(lost)} of them{''.join(exceptions)}. "
-                f"[docs/BENCHMARKS.md](docs/BENCHMARKS.md) has every shape, type and layout.")
-    return ("![LayerNorm backward in bf16: roofline time over measured time, for each library and shape]"
+                f"{geometric_mean(ratios):.2f} of the elementwise kernel's speed "
+                f"({min(ratios):.2f} to {max(ratios):.2f} over {len(done)} shapes of known models) "
+                f"and was faster than {', '.join(peers)} at {len(done) - len(lost)} of them")
+    if lost:
+        sentence += f"; at {', '.join(lost)} a peer is faster"
+    if missing:
+        sentence += f"; no result at {', '.join(missing)}"
+    sentence += ". [docs/BENCHMARKS.md](docs/BENCHMARKS.md) has every shape, type and layout."
+    return ("![LayerNorm backward in bf16: roofline time over measured time, by library and shape]"
             "(docs/benchmarks/backward.svg)\n\n" +
             textwrap.fill(sentence, 100, break_long_words=False, break_on_hyphens=False))
 
@@ -377,7 +398,8 @@ def svg(width, height, title, parts):
     head = (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}" role="img">')
     return "\n".join([head, f"<title>{html.escape(title)}</title>",
-                      f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
+                      f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *parts,
+                      "</svg>\n"])
 
 
 def caption(records):
@@ -385,20 +407,23 @@ def caption(records):
     return f"{meta[0]['device']}, {meta[0]['date']}" if meta else ""
 
 
-def ratio_of(record):
-    return record["roofline_us"] / record["us"]
-
-
-def ratio_axis(records):
+def ratio_axis(rows):
     """Where the axis of ratios ends: a little past 1, or past what was measured."""
-    return 1.03 * max([1.0] + [ratio_of(record) for record in records if record["us"]])
+    return 1.03 * max([1.0] + [ratio_of(r) for row in rows for r in row.values() if r["us"]])
+
+
+def marks(row, place, size=5.0):
+    """A marker for each library, ours on top. place: record -> x, y."""
+    order = [impl for impl in IMPLS if impl != OURS] + [OURS]
+    return [marker(impl, *place(row[impl]), size) for impl in order if us_of(row, impl)]
 
 
 def shapes_plot(records, suite, title):
     """A line for each shape, a marker for each library: how close to the roofline it comes."""
     groups = problems(records, suite)
     left, right, top, step, width = 236, 24, 84, 19, 860
-    end = ratio_axis([r for group in groups.values() for row in group.values() for r in row.values()])
+    rows = rows_of(records, suite)
+    end = ratio_axis(rows)
 
     def at(ratio):
         return left + (width - left - right) * ratio / end
@@ -410,9 +435,7 @@ def shapes_plot(records, suite, title):
         for label, row in group.items():
             y += step
             lines += [line(left, y, at(end), y), text_at(left - 12, y + 4, label, "end")]
-            order = [impl for impl in IMPLS if impl != OURS] + [OURS] # ours on top
-            lines += [marker(impl, at(ratio_of(row[impl])), y) for impl in order
-                      if impl in row and row[impl]["us"]]
+            lines += marks(row, lambda record, y=y: (at(ratio_of(record)), y))
         y += step
     bottom = y
     axis = []
@@ -421,20 +444,20 @@ def shapes_plot(records, suite, title):
         axis += [line(x, top - 4, x, bottom, INK if one else GRID, 1.4 if one else 1.0),
                  text_at(x, bottom + 18, f"{tick / 5:.1f}", "middle")]
     axis.append(text_at((left + at(end)) / 2, bottom + 38,
-                        "speed relative to an elementwise kernel that moves the same bytes (1.0: roofline)",
+                        "speed relative to an elementwise kernel that moves the same bytes",
                         "middle", color=FAINT))
     head = [text_at(16, 26, title, size=16, weight="bold"),
             text_at(width - right, 26, caption(records), "end", color=FAINT),
-            *legend(impls_in(groups.values()), 24, 56)]
+            *legend(impls_in(rows), 24, 56)]
     return svg(width, bottom + 52, title, head + axis + lines)
 
 
 def sweep_plot(records):
     """Every shape of the sweep: the ratio against the number of elements."""
     title = "200 random shapes, backward, bf16"
-    rows = [row for group in problems(records, "sweep").values() for row in group.values()]
+    rows = rows_of(records, "sweep")
     left, right, top, height, width = 60, 24, 84, 330, 860
-    end = ratio_axis([r for row in rows for r in row.values()])
+    end = ratio_axis(rows)
     low, high = 18, 27 # log2 of the elements
 
     def place(record):
@@ -449,13 +472,13 @@ def sweep_plot(records):
                   text_at(left - 8, y + 4, f"{tick / 5:.1f}", "end")]
     for power in range(low, high + 1):
         x = left + (width - left - right) * (power - low) / (high - low)
-        parts += [line(x, top, x, top + height), text_at(x, top + height + 18, f"2^{power}", "middle")]
-    for impl in [impl for impl in IMPLS if impl != OURS] + [OURS]:
-        parts += [marker(impl, *place(row[impl]), size=3.2) for row in rows
-                  if impl in row and row[impl]["us"]]
+        parts += [line(x, top, x, top + height),
+                  text_at(x, top + height + 18, f"2^{power}", "middle")]
+    for row in rows:
+        parts += marks(row, place, size=3.2)
     head = [text_at(16, 26, title, size=16, weight="bold"),
             text_at(width - right, 26, caption(records), "end", color=FAINT),
-            *legend(impls_in([dict(enumerate(rows))]), 24, 56),
+            *legend(impls_in(rows), 24, 56),
             text_at((left + width - right) / 2, top + height + 38,
                     "elements (rows x cols); speed relative to the elementwise kernel", "middle",
                     color=FAINT)]
@@ -465,12 +488,12 @@ def sweep_plot(records):
 def plots_of(records):
     """{name: SVG} for what was measured."""
     found = {suite: shapes_plot(records, suite, title) for suite, title in TITLES.items()
-             if problems(records, suite)}
+             if rows_of(records, suite)}
     if headline(records):
-        chosen = [r for r in records if r["op"] == "meta" or (r["suite"], r["op"], r["dtype"]) == HEADLINE]
+        chosen = metas(records) + [r for row in headline(records).values() for r in row.values()]
         found["backward"] = shapes_plot(chosen, HEADLINE[0],
                                         "LayerNorm backward at hidden sizes of known models")
-    if problems(records, "sweep"):
+    if rows_of(records, "sweep"):
         found["sweep"] = sweep_plot(records)
     return found
 
