@@ -60,6 +60,14 @@ class Shapes(unittest.TestCase):
     def test_the_sweep_is_the_same_each_time(self):
         self.assertEqual(listed("sweep"), listed("sweep"))
 
+    def test_a_problem_is_measured_once_under_the_first_suite_that_has_it(self):
+        with tempfile.TemporaryDirectory() as folder:
+            problems = bench_peers.problems_of(["models", "host", "models"], folder)
+        self.assertEqual(len(problems), len({problem for _, problem in problems}))
+        suites = [suite for suite, _ in problems]
+        self.assertEqual(suites.count("models"), len(listed("models")))
+        self.assertEqual(suites, sorted(suites, key=["models", "host"].index))
+
     def test_every_listed_shape_is_a_problem_and_none_appears_twice(self):
         for suite in ("host", "models", "edge", "sweep"):
             problems = [bench_peers.Problem(**shape) for shape in listed(suite)]

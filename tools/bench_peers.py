@@ -539,8 +539,9 @@ def cudnn_graph(cudnn, handle, problem, form):
     else:
         beta = tensor("beta", param, io)
         eps = tensor("eps", one, kinds.FLOAT, is_pass_by_value=True)
-        y, mean, rstd = graph.layernorm(norm_forward_phase=cudnn.norm_forward_phase.TRAINING,
-                                        input=x, scale=gamma, bias=beta, epsilon=eps, name="forward")
+        y, mean, rstd = graph.layernorm(name="forward", input=x, scale=gamma, bias=beta,
+                                        norm_forward_phase=cudnn.norm_forward_phase.TRAINING,
+                                        epsilon=eps)
         outputs = ((y, full, io), (mean, stat, kinds.FLOAT), (rstd, stat, kinds.FLOAT))
         tensors = (x, gamma, beta, eps, y, mean, rstd)
     for output, place, kind in outputs:
