@@ -219,7 +219,7 @@ class Binding(unittest.TestCase):
         workspace = ctypes.addressof(buffer) + -ctypes.addressof(buffer) % 16
         self.library.run(plan, args, workspace, size, None)
         self.assertIn("backward", self.library.sku(plan, args).kernel.decode())
-        self.library.lib.nj_plan_destroy(plan)
+        self.library.release()
         bound = 12 * 8 * 2**-24 # a dozen roundings of numbers below 8
         sums = [[0.0] * cols, [0.0] * cols]
         for r in range(rows):

@@ -178,7 +178,7 @@ class Normjit:
         lib.nj_plan_select.argtypes = [pointer] * 4
         lib.nj_plan_sku.argtypes = [pointer] * 3
         lib.nj_plan_run.argtypes = [pointer, pointer, pointer, size, pointer]
-        self.ctx = pointer()
+        self.ctx, self.plans = pointer(), []
         self.require(lib.nj_ctx_create(ctypes.byref(self.ctx),
                                        ctypes.byref(NjCtxDesc(backend=BACKENDS[device]))))
         self.info = lib.nj_ctx_info(self.ctx).decode()
@@ -194,7 +194,13 @@ class Normjit:
         plan = ctypes.c_void_p()
         self.require(self.lib.nj_plan_select(ctypes.byref(plan), self.ctx, ctypes.byref(desc),
                                              None))
+        self.plans.append(plan)
         return plan
+
+    def release(self):
+        """Destroys the plans that were selected; none of their runs may be executing."""
+        while self.plans:
+            self.lib.nj_plan_destroy(self.plans.pop())
 
     def sku(self, plan, args):
         sku = NjSku()
@@ -286,17 +292,16 @@ class Bench:
         sets = max(3, min(MOST_SETS, int(BEYOND_CACHE / moved) + 1)) if self.cuda else 3
 
         def buffers(count, elements):
-            """Of all sets, and of one; each begins at a multiple of 256 bytes."""
+            """Of each set so many, each from a multiple of 256 bytes on."""
             step = (elements + 127) // 128 * 128
             whole = [torch.randn(sets * step, dtype=dtype, device=self.device)
                      for _ in range(count)]
-            return whole, [[w[i * step:(i + 1) * step] for w in whole] for i in range(sets)]
+            return [[w[i * step:(i + 1) * step] for w in whole] for i in range(sets)]
 
         start = 1 if problem.layout == "misaligned" else 0
-        whole, full = buffers(3, problem.outer * problem.strides[0] + start)
-        params = buffers(4, cols)[1]
+        full = buffers(3, problem.outer * problem.strides[0] + start)
         made = []
-        for of_set, of_params in zip(full, params):
+        for of_set, of_params in zip(full, buffers(4, cols)):
             x, dy, out = [b.as_strided(problem.shape, problem.strides, b.storage_offset() + start)
                           for b in of_set]
             if problem.layout == "broadcast-dy":
@@ -417,14 +422,10 @@ def roofline(bench, problem, sets):
 
 def by_normjit(bench, problem, sets):
     plan = bench.normjit.select(problem)
-    try:
-        size = bench.normjit.lib.nj_plan_workspace_size(plan)
-        workspace = bench.torch.empty(size, dtype=bench.torch.uint8, device=bench.device)
-        args = [nj_args(problem, s) for s in sets]
-        sku = bench.normjit.sku(plan, args[0])
-    except Exception:
-        bench.normjit.lib.nj_plan_destroy(plan)
-        raise
+    size = bench.normjit.lib.nj_plan_workspace_size(plan)
+    workspace = bench.torch.empty(size, dtype=bench.torch.uint8, device=bench.device)
+    args = [nj_args(problem, s) for s in sets]
+    sku = bench.normjit.sku(plan, args[0])
     if sku.source == SOURCE_FALLBACK_PTX:
         sys.exit("NVRTC was not found: timing the embedded PTX would say nothing about normjit")
 
@@ -433,7 +434,6 @@ def by_normjit(bench, problem, sets):
         return sets[i].results(problem)
 
     call.kernel = sku.kernel.decode()
-    call.close = lambda: bench.normjit.lib.nj_plan_destroy(plan)
     return call
 
 
@@ -472,7 +472,7 @@ def by_torch(bench, problem, sets):
 
 
 def by_torch_compile(bench, problem, sets):
-    if bench.compile_seconds > bench.compile_budget:
+    if bench.compile_seconds >= bench.compile_budget:
         raise Absent("not compiled: --compile-budget-s is spent")
     torch = bench.torch
     start = time.monotonic()
@@ -674,16 +674,12 @@ def measure(bench, suite, problem, names):
         if hasattr(calls.get(name), "kernel"):
             record["kernel"] = calls[name].kernel
         records.append(record)
-    replays.clear()
-    with contextlib.suppress(KeyError, AttributeError):
-        calls["normjit"].close()
     return records
 
 
-def version_of(*distributions):
-    for name in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
+def version_of(distribution):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(distribution)
     return None
 
 
@@ -778,6 +774,8 @@ def main():
                     say("the CUDA context is broken: nothing more is measured")
                     break
                 continue
+            finally:
+                bench.normjit.release()
             records += found
             save(chosen.json, records)
             say(f"[{n}/{len(problems)} {time.monotonic() - start:.0f} s] {problem}: roofline "

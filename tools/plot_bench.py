@@ -210,8 +210,9 @@ def summary(rows):
     return "\n".join(lines)
 
 
-SWEEP = f"""Rows and cols are log-uniform, 2^18 to 2^27 elements; half of the cols are multiples of 8,
-the others odd, twice odd or four times odd (`bench --suite sweep --list`). A cliff is a shape much slower than its neighbours of the same alignment: the logarithm of time over roofline time is
+SWEEP = f"""Rows and cols are log-uniform, 2^18 to 2^27 elements; half of the cols are multiples of
+8, the others odd, twice odd or four times odd (`bench --suite sweep --list`). A cliff is a shape
+much slower than its neighbours of the same alignment: the logarithm of time over roofline time is
 interpolated in the plane of log rows and log cols from the nearest {NEIGHBOURS}."""
 
 
