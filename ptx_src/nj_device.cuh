@@ -95,6 +95,17 @@ NJI_INLINE void nji_narrow(nji_real value, double *out) {
     *out = value;
 }
 
+template <typename T> NJI_INLINE void nji_widen_pair(const T *in, nji_real *out) {
+    out[0] = nji_widen(in[0]);
+    out[1] = nji_widen(in[1]);
+}
+// One instruction for each half; in lies in registers.
+NJI_INLINE void nji_widen_pair(const nji_bf16 *in, nji_real *out) {
+    const unsigned int both = *(const unsigned int *)in;
+    out[0] = __uint_as_float(both << 16);
+    out[1] = __uint_as_float(both & 0xffff0000u);
+}
+
 template <typename T> NJI_INLINE void nji_narrow_pair(nji_real low, nji_real high, T *out) {
     nji_narrow(low, out);
     nji_narrow(high, out + 1);
@@ -144,8 +155,12 @@ template <typename T, int N> struct nji_pack {
         for (int i = 0; i < BYTES / STEP; i++) ((word_type *)to)[i] = word[i];
     }
     __device__ __forceinline__ void widen(nji_real *out) const {
+        if (N == 1) {
+            out[0] = nji_widen(*(const T *)word);
+        } else {
 #pragma unroll
-        for (int i = 0; i < N; i++) out[i] = nji_widen(((const T *)word)[i]);
+            for (int i = 0; i + 1 < N; i += 2) nji_widen_pair((const T *)word + i, out + i);
+        }
     }
     __device__ __forceinline__ void narrow(const nji_real *in) {
         if (N == 1) {
@@ -230,6 +245,32 @@ NJI_INLINE double nji_rsqrt(double value) {
 NJI_INLINE nji_real nji_shift_of(nji_real value) {
     return value == value ? value : 0;
 }
+
+// ---- copies into shared memory that run on by themselves (sm_80 and later) ----------------------
+
+#if __CUDA_ARCH__ >= 800
+// Starts a copy of 4, 8 or 16 bytes, all aligned.
+template <int BYTES> NJI_INLINE void nji_copy_async(void *shared, const void *from) {
+    const unsigned int to = (unsigned int)__cvta_generic_to_shared(shared);
+    if (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    } else if (BYTES == 8) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+    }
+}
+
+// The copies that this thread has started since the last call become a group.
+NJI_INLINE void nji_copy_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most the last N groups of this thread are still on their way.
+template <int N> NJI_INLINE void nji_copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+#endif
 
 // ---- clusters (sm_90 and later) -----------------------------------------------------------------
 
