@@ -460,6 +460,7 @@ NJI_INLINE void nji_thread_moments(const nji_lane &lane, const nji_pack_x *packs
     }
 #pragma unroll
     for (int i = 0; i < NJI_VEC; i++) mean[i] *= one;
+    __syncwarp(); // the compiler must read again: there are no registers for all chunks
 #pragma unroll
     for (int k = 0; k < NJI_CHUNKS; k++) {
         nji_real value[NJI_VEC];

@@ -586,6 +586,10 @@ static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, n
     nji_grid first = all;
     nj_status status;
     if (choice->parts > 0) first.x = (int64_t)choice->parts * choice->slices;
+    else if (choice->family == NJI_TILES) {
+        /* Blocks that stay have the next tile on its way. */
+        first.x = nji_min_i64(blocks, (int64_t)cuda->facts.multiprocessors * choice->blocks);
+    }
     problem->parts = choice->parts;
     status = nji_launch(cuda, plan->fast_first, &first, problem, stream, call);
     if (status == NJ_OK && plan->params_sum) {
