@@ -1150,8 +1150,9 @@ typedef struct nji_choice {
     int slices, cluster;
     int blocks; /* per multiprocessor, at least */
     int prefetch, ahead;
-    int workers, stages, keep; /* ring */
-    int shared_bytes;          /* of a block, beside what the kernel declares */
+    int workers, keep; /* ring */
+    int stages;        /* ring: rows of a team; tiles: tiles, in shared memory */
+    int shared_bytes;  /* of a block, beside what the kernel declares */
     int parts;         /* most partial gradients of the fast kernels; 0 = none wanted */
     int strided_parts; /* the same for the strided kernels */
     int64_t partial_bytes, sums_bytes; /* of the workspace, partials first */
@@ -1235,18 +1236,25 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
     choice->blocks = resident > choice->threads ? resident / choice->threads : 1;
 }
 
-/* Shared memory that a block may ask for, less 4 KB for what ring kernels declare (CUDA programming
-   guide, table of compute capabilities). */
+/* Shared memory of a multiprocessor of an architecture; each block takes 1 KB beside its own (CUDA
+   programming guide, table of compute capabilities). */
+#define NJI_SHARED_RESERVED 1024
+
 static int nji_most_shared(int arch) {
-    return (arch >= 120 ? 99 : 227) * 1024 - 4096;
+    if (arch < 80) return 64 << 10;
+    if (arch == 80 || arch == 87) return 164 << 10;
+    return arch >= 90 && arch < 120 ? 228 << 10 : 100 << 10;
 }
 
 /* Warps of a ring kernel that fill it: they take turns with the teams. */
 #define NJI_RING_FILLERS 4
+/* Most shared memory that a ring kernel declares itself. */
+#define NJI_RING_DECLARED 2560
 
 /* Returns 0 where no row of the table fits. */
 static int nji_cut_ring(const nj_desc *desc, int64_t cols, int arch, nji_choice *choice) {
     int size = (int)nj_dtype_size(desc->dtype);
+    int room = nji_most_shared(arch) - NJI_SHARED_RESERVED - NJI_RING_DECLARED;
     size_t i;
     choice->vec = nji_vec_of(desc, cols);
     if (choice->forward || arch < 90 || choice->vec * size != 16) return 0;
@@ -1259,7 +1267,7 @@ static int nji_cut_ring(const nj_desc *desc, int64_t cols, int arch, nji_choice 
         teams = row->workers > choice->lanes ? row->workers / choice->lanes : 1;
         choice->workers = teams * choice->lanes;
         stage_bytes = 2 * row->elements * choice->workers * size; /* of x and dy */
-        choice->stages = (int)nji_min_i64(row->stages, nji_most_shared(arch) / stage_bytes);
+        choice->stages = (int)nji_min_i64(row->stages, room / stage_bytes);
         if (choice->stages < 2) return 0;
         choice->family = NJI_RING;
         choice->chunks = row->elements / choice->vec;
@@ -1286,34 +1294,72 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
     return *run > 1;
 }
 
-/* Tiles: a warp reads runs of 64 bytes; threads hold up to 64 bytes of x, so that x, dy and the
-   sums stay in registers. More columns take more threads, then shorter runs. Measured:
-   ptx_src/DIARY.md. */
-#define NJI_TILE_RUN_BYTES 64
-#define NJI_TILE_THREAD_BYTES 64
-#define NJI_TILE_THREAD_ELEMENTS 32
-#define NJI_TILE_THREAD_ACCESSES 12
+/* Tiles: most bytes of neighbouring rows that a warp reads of a column, elements that a thread has of
+   a tile, threads of a multiprocessor. Measured: ptx_src/DIARY.md. */
+#define NJI_TILE_RUN_BYTES 128
+#define NJI_TILE_THREAD_ELEMENTS 128
 #define NJI_TILE_RESIDENT 512
 
-static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_choice *choice) {
-    int size = (int)nj_dtype_size(desc->dtype);
-    int most_chunks, threads;
-    choice->vec = nji_vec_of(desc, run);
-    most_chunks =
-        (int)nji_min_i64(NJI_TILE_THREAD_BYTES / size, NJI_TILE_THREAD_ELEMENTS) / choice->vec;
-    most_chunks = (int)nji_min_i64(most_chunks, NJI_TILE_THREAD_ACCESSES);
-    for (choice->lanes = NJI_TILE_RUN_BYTES / (choice->vec * size); choice->lanes >= 1;
-         choice->lanes /= 2) {
-        for (threads = NJI_TILE_RESIDENT / 2; threads <= NJI_TILE_RESIDENT; threads *= 2) {
-            int64_t col_lanes = threads / choice->lanes;
-            if (cols > col_lanes * most_chunks) continue;
-            choice->family = NJI_TILES;
-            choice->chunks = (int)nji_ceil_div(cols, col_lanes);
-            choice->threads =
-                nji_round_up((int)nji_ceil_div(cols, choice->chunks) * choice->lanes, 32);
-            choice->blocks = NJI_TILE_RESIDENT / choice->threads;
-            choice->slices = 1;
-            return;
+/* Registers that a thread of the tiles kernels needs: parameters and their gradients for each column,
+   statistics and sums for each row, the rest. */
+static int nji_tile_registers(const nj_desc *desc, const nji_choice *choice) {
+    int words = nji_accumulator_bytes(desc) / 4;
+    return choice->forward ? words * (2 * choice->chunks + 3 * choice->vec) + 44
+                           : words * (3 * choice->chunks + 5 * choice->vec) + 38;
+}
+
+/* Shared memory of a block of the tiles kernels that they declare themselves. */
+static int nji_tile_static_bytes(const nj_desc *desc, const nji_choice *choice) {
+    int warps = choice->threads / 32, tile = choice->lanes * choice->vec;
+    int slots = choice->stages > 0 ? choice->stages : 1;
+    int head = choice->forward ? (int)nj_dtype_size(desc->dtype)
+                               : 2 * (int)nj_dtype_size(desc->stat_dtype);
+    return warps * tile * (slots * head + 4 * nji_accumulator_bytes(desc));
+}
+
+/* Fills in what follows from lanes, threads and stages. Returns how many tiles a multiprocessor then
+   has in shared memory; 0: the kernel would not fit. */
+static int nji_fit_tiles(const nj_desc *desc, int64_t cols, int arch, nji_choice *choice) {
+    int col_lanes = choice->threads / choice->lanes;
+    int slots = choice->stages > 0 ? choice->stages : 1;
+    int operands = choice->forward || desc->grads == NJ_GRAD_DBETA ? 1 : 2, by_registers;
+    int64_t ring;
+    choice->chunks = (int)nji_ceil_div(cols, col_lanes);
+    col_lanes = (int)nji_ceil_div(cols, choice->chunks); /* fewer may do */
+    choice->threads = nji_round_up(col_lanes * choice->lanes, 32);
+    if (choice->chunks * choice->vec > NJI_TILE_THREAD_ELEMENTS || choice->chunks > 24) return 0;
+    ring = (int64_t)slots * operands * choice->threads * choice->chunks * choice->vec *
+           (int)nj_dtype_size(desc->dtype);
+    if (ring > nji_most_shared(arch)) return 0;
+    choice->shared_bytes = (int)ring;
+    by_registers =
+        65536 / (nji_round_up(nji_tile_registers(desc, choice), 8) * choice->threads);
+    choice->blocks = nji_most_shared(arch) / (choice->shared_bytes + NJI_SHARED_RESERVED +
+                                              nji_tile_static_bytes(desc, choice));
+    choice->blocks = (int)nji_min_i64(choice->blocks, by_registers);
+    choice->blocks = (int)nji_min_i64(choice->blocks, NJI_TILE_RESIDENT / choice->threads);
+    return choice->blocks * slots;
+}
+
+/* Runs as long as they may be while three tiles fit; with many columns shorter ones, then fewer
+   tiles. As few threads as a tile allows: each tile costs a thread some 200 instructions. */
+static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, int arch,
+                          nji_choice *choice) {
+    int size = (int)nj_dtype_size(desc->dtype), wanted, run_bytes, threads;
+    nji_choice cut = *choice;
+    cut.family = NJI_TILES;
+    cut.slices = 1;
+    cut.vec = nji_vec_of(desc, run);
+    cut.stages = arch >= 80 && cut.vec * size >= 4; /* copies of 4 bytes and more run on alone */
+    for (wanted = 3; wanted >= 1; wanted -= 2) {
+        for (run_bytes = NJI_TILE_RUN_BYTES; run_bytes >= cut.vec * size; run_bytes /= 2) {
+            cut.lanes = (int)nji_min_i64(32, run_bytes / (cut.vec * size));
+            for (threads = 32; threads <= NJI_TILE_RESIDENT; threads *= 2) {
+                cut.threads = threads;
+                if (nji_fit_tiles(desc, cols, arch, &cut) < wanted) continue;
+                *choice = cut;
+                return;
+            }
         }
     }
 }
@@ -1420,8 +1466,11 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
         const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
         int64_t run;
-        if (nji_is_channels_first(desc, &run)) nji_cut_tiles(desc, run, cols, choice);
-        else if (row && !nji_cut_ring(desc, cols, facts->arch, choice)) nji_cut_row(desc, row, cols, facts->arch, choice);
+        if (nji_is_channels_first(desc, &run)) {
+            nji_cut_tiles(desc, run, cols, facts->arch, choice);
+        } else if (row && !nji_cut_ring(desc, cols, facts->arch, choice)) {
+            nji_cut_row(desc, row, cols, facts->arch, choice);
+        }
     }
     if (choice->family == NJI_SPLIT && (choice->forward || (desc->grads & NJ_GRAD_DX))) {
         /* 2 accumulators for each slice of some thousand elements: far from overflow. */
@@ -1482,6 +1531,7 @@ static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice
     if (choice->family == NJI_TILES) {
         nji_add_option(options, "-DNJI_ROW_LANES=%d", choice->lanes);
         nji_add_option(options, "-DNJI_COL_LANES=%d", choice->threads / choice->lanes);
+        nji_add_option(options, "-DNJI_STAGES=%d", choice->stages);
     } else {
         nji_add_option(options, "-DNJI_LANES=%d", choice->lanes);
         nji_add_option(options, "-DNJI_THREADS=%d", choice->threads);
@@ -4138,7 +4188,7 @@ static nj_status nji_jit_open(nji_jit *jit, const nj_ctx_desc *desc, const char 
 }
 
 /* ==== kernels =================================================================================== */
-#define NJI_PROGRAM_ROWS_HASH 0xc98e6837c6c17bf1ull
+#define NJI_PROGRAM_ROWS_HASH 0x2f0d248b28ba6e29ull
 static const char *const nji_program_rows[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -4373,6 +4423,24 @@ static const char *const nji_program_rows[] = {
     "NJI_INLINE nji_real nji_shift_of(nji_real value) {\n",
     "return value == value \? value : 0;\n",
     "}\n",
+    "#if __CUDA_ARCH__ >= 800\n",
+    "template <int BYTES> NJI_INLINE void nji_copy_async(void *shared, const void *from) {\n",
+    "const unsigned int to = (unsigned int)__cvta_generic_to_shared(shared);\n",
+    "if (BYTES == 16) {\n",
+    "asm volatile(\"cp.async.cg.shared.global [%0], [%1], 16;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "} else if (BYTES == 8) {\n",
+    "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 8;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "} else {\n",
+    "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 4;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "}\n",
+    "}\n",
+    "NJI_INLINE void nji_copy_commit() {\n",
+    "asm volatile(\"cp.async.commit_group;\" ::: \"memory\");\n",
+    "}\n",
+    "template <int N> NJI_INLINE void nji_copy_wait() {\n",
+    "asm volatile(\"cp.async.wait_group %0;\" ::\"n\"(N) : \"memory\");\n",
+    "}\n",
+    "#endif\n",
     "NJI_INLINE void nji_team_sync(int team, int threads) {\n",
     "asm volatile(\"bar.sync %0, %1;\" ::\"r\"(team + 1), \"r\"(threads) : \"memory\");\n",
     "}\n",
@@ -4958,7 +5026,7 @@ static const char *const nji_program_rows[] = {
     "#endif\n",
     "#endif\n",
     NULL};
-#define NJI_PROGRAM_TILES_HASH 0xcec75ef4046ef18bull
+#define NJI_PROGRAM_TILES_HASH 0x1e54c762e6b786daull
 static const char *const nji_program_tiles[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -5193,6 +5261,24 @@ static const char *const nji_program_tiles[] = {
     "NJI_INLINE nji_real nji_shift_of(nji_real value) {\n",
     "return value == value \? value : 0;\n",
     "}\n",
+    "#if __CUDA_ARCH__ >= 800\n",
+    "template <int BYTES> NJI_INLINE void nji_copy_async(void *shared, const void *from) {\n",
+    "const unsigned int to = (unsigned int)__cvta_generic_to_shared(shared);\n",
+    "if (BYTES == 16) {\n",
+    "asm volatile(\"cp.async.cg.shared.global [%0], [%1], 16;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "} else if (BYTES == 8) {\n",
+    "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 8;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "} else {\n",
+    "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 4;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "}\n",
+    "}\n",
+    "NJI_INLINE void nji_copy_commit() {\n",
+    "asm volatile(\"cp.async.commit_group;\" ::: \"memory\");\n",
+    "}\n",
+    "template <int N> NJI_INLINE void nji_copy_wait() {\n",
+    "asm volatile(\"cp.async.wait_group %0;\" ::\"n\"(N) : \"memory\");\n",
+    "}\n",
+    "#endif\n",
     "NJI_INLINE void nji_team_sync(int team, int threads) {\n",
     "asm volatile(\"bar.sync %0, %1;\" ::\"r\"(team + 1), \"r\"(threads) : \"memory\");\n",
     "}\n",
@@ -5320,231 +5406,497 @@ static const char *const nji_program_tiles[] = {
     "#define NJI_THREADS (NJI_ROW_LANES * NJI_COL_LANES)\n",
     "#define NJI_WARPS (NJI_THREADS / 32)\n",
     "#define NJI_TILE (NJI_ROW_LANES * NJI_VEC)\n",
-    "#define NJI_HALVINGS (NJI_ROW_LANES == 32 \? 0 : NJI_ROW_LANES == 16 \? 1 : NJI_ROW_LANES == 8 \? 2 : \\\n",
-    "NJI_ROW_LANES == 4 \? 3 : NJI_ROW_LANES == 2 \? 4 : 5)\n",
-    "#define NJI_HELD ((2 * NJI_VEC >> NJI_HALVINGS) > 0 \? 2 * NJI_VEC >> NJI_HALVINGS : 1)\n",
+    "#define NJI_SPAN (32 / NJI_ROW_LANES)\n",
+    "#define NJI_SLOTS (NJI_STAGES > 0 \? NJI_STAGES : 1)\n",
+    "#define NJI_HELD (NJI_VEC > NJI_SPAN \? NJI_VEC / NJI_SPAN : 1)\n",
+    "#define NJI_WANT_DX ((NJI_GRADS & 1) != 0)\n",
+    "#define NJI_WANT_DGAMMA ((NJI_GRADS & 2) != 0)\n",
+    "#define NJI_WANT_DBETA ((NJI_GRADS & 4) != 0)\n",
+    "#define NJI_WANT_X (NJI_FORWARD || NJI_WANT_DX || NJI_WANT_DGAMMA)\n",
     "#define NJI_KERNEL extern \"C\" __global__ void __launch_bounds__(NJI_THREADS, NJI_BLOCKS)\n",
-    "typedef nji_pack<NJI_X, NJI_VEC> nji_pack_x;\n",
-    "struct nji_place {\n",
-    "int row_lane, col_lane;\n",
-    "int rows;\n",
-    "nji_i64 row;\n",
+    "template <int CODE> struct nji_coded;\n",
+    "template <> struct nji_coded<NJI_CODE_F16> {\n",
+    "typedef nji_f16 type;\n",
     "};\n",
-    "NJI_INLINE nji_i64 nji_inner(const nji_problem &p) {\n",
-    "return p.extent[p.row_dims - 1];\n",
+    "template <> struct nji_coded<NJI_CODE_BF16> {\n",
+    "typedef nji_bf16 type;\n",
+    "};\n",
+    "template <> struct nji_coded<NJI_CODE_F32> {\n",
+    "typedef float type;\n",
+    "};\n",
+    "template <> struct nji_coded<NJI_CODE_F64> {\n",
+    "typedef double type;\n",
+    "};\n",
+    "typedef nji_coded<NJI_STAT_CODE>::type nji_stat;\n",
+    "typedef nji_pack<NJI_X, NJI_VEC> nji_pack_x;\n",
+    "typedef nji_pack<nji_stat, NJI_VEC> nji_pack_stat;\n",
+    "typedef nji_pack<nji_real, NJI_VEC> nji_pack_rows;\n",
+    "typedef nji_pack<nji_real, NJI_HELD> nji_pack_held;\n",
+    "struct nji_lane {\n",
+    "int row, col, warp;\n",
+    "int held;\n",
+    "bool is_copy;\n",
+    "};\n",
+    "NJI_INLINE nji_lane nji_my_lane() {\n",
+    "nji_lane lane;\n",
+    "lane.row = threadIdx.x % NJI_ROW_LANES;\n",
+    "lane.col = threadIdx.x / NJI_ROW_LANES;\n",
+    "lane.warp = threadIdx.x / 32;\n",
+    "lane.held = 0;\n",
+    "lane.is_copy = false;\n",
+    "#pragma unroll\n",
+    "for (int step = 0; (NJI_ROW_LANES << step) < 32; step++) {\n",
+    "const bool upper = (threadIdx.x & (NJI_ROW_LANES << step)) != 0;\n",
+    "const int count = NJI_VEC >> (step + 1);\n",
+    "if (upper) lane.held += count;\n",
+    "if (upper && count == 0) lane.is_copy = true;\n",
     "}\n",
-    "NJI_INLINE nji_i64 nji_tiles_in_run(const nji_problem &p) {\n",
-    "return (nji_inner(p) + NJI_TILE - 1) / NJI_TILE;\n",
+    "return lane;\n",
     "}\n",
-    "NJI_INLINE nji_i64 nji_tile_count(const nji_problem &p) {\n",
-    "return p.rows / nji_inner(p) * nji_tiles_in_run(p);\n",
+    "NJI_INLINE int nji_column(const nji_lane &lane, int chunk) {\n",
+    "return chunk * NJI_COL_LANES + lane.col;\n",
     "}\n",
-    "NJI_INLINE nji_place nji_my_place(const nji_problem &p, nji_i64 tile) {\n",
-    "nji_place place;\n",
-    "const nji_i64 run = tile / nji_tiles_in_run(p);\n",
-    "nji_i64 in_run;\n",
-    "place.row_lane = threadIdx.x % NJI_ROW_LANES;\n",
-    "place.col_lane = threadIdx.x / NJI_ROW_LANES;\n",
-    "in_run = (tile - run * nji_tiles_in_run(p)) * NJI_TILE + place.row_lane * NJI_VEC;\n",
-    "place.rows = nji_inner(p) - in_run >= NJI_VEC \? NJI_VEC : 0;\n",
-    "place.row = run * nji_inner(p) + (place.rows \? in_run : 0);\n",
-    "return place;\n",
-    "}\n",
-    "NJI_INLINE int nji_column(const nji_place &place, int chunk) {\n",
-    "return chunk * NJI_COL_LANES + place.col_lane;\n",
-    "}\n",
-    "NJI_INLINE bool nji_is_column(int column) {\n",
-    "return NJI_CHUNKS * NJI_COL_LANES == NJI_COLS || column < NJI_COLS;\n",
+    "NJI_INLINE bool nji_is_column(const nji_lane &lane, int chunk) {\n",
+    "return (chunk + 1) * NJI_COL_LANES <= NJI_COLS || nji_column(lane, chunk) < NJI_COLS;\n",
     "}\n",
     "NJI_INLINE nji_i64 nji_col_stride(const nji_problem &p, const nji_operand &operand) {\n",
     "return operand.stride[p.row_dims];\n",
     "}\n",
-    "NJI_INLINE void nji_load_tile(const nji_problem &p, const nji_operand &operand, nji_i64 at,\n",
-    "const nji_place &place, nji_pack_x out[NJI_CHUNKS]) {\n",
-    "const NJI_X *from = (const NJI_X *)operand.data + at;\n",
-    "const nji_i64 stride = nji_col_stride(p, operand);\n",
-    "#pragma unroll\n",
-    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
-    "const int column = nji_column(place, k);\n",
-    "if (place.rows && nji_is_column(column)) out[k].load(from + column * stride);\n",
-    "else out[k].zero();\n",
+    "NJI_INLINE nji_i64 nji_chunk_stride(const nji_problem &p, const nji_operand &operand) {\n",
+    "return NJI_COL_LANES * nji_col_stride(p, operand);\n",
     "}\n",
+    "struct nji_walk {\n",
+    "nji_i64 run, tile;\n",
+    "nji_i64 runs, tiles;\n",
+    "nji_i64 run_step, tile_step;\n",
+    "};\n",
+    "NJI_INLINE nji_walk nji_first_tile(const nji_problem &p) {\n",
+    "const nji_i64 inner = p.extent[p.row_dims - 1];\n",
+    "nji_walk walk;\n",
+    "walk.tiles = (inner + NJI_TILE - 1) / NJI_TILE;\n",
+    "walk.runs = nji_divide(p.rows, inner);\n",
+    "walk.run = nji_divide(blockIdx.x, walk.tiles);\n",
+    "walk.tile = blockIdx.x - walk.run * walk.tiles;\n",
+    "walk.run_step = nji_divide(gridDim.x, walk.tiles);\n",
+    "walk.tile_step = gridDim.x - walk.run_step * walk.tiles;\n",
+    "return walk;\n",
+    "}\n",
+    "NJI_INLINE void nji_next_tile(nji_walk &walk) {\n",
+    "walk.run += walk.run_step;\n",
+    "walk.tile += walk.tile_step;\n",
+    "if (walk.tile >= walk.tiles) {\n",
+    "walk.tile -= walk.tiles;\n",
+    "walk.run++;\n",
+    "}\n",
+    "}\n",
+    "struct nji_spot {\n",
+    "bool is_here;\n",
+    "nji_offsets at;\n",
+    "};\n",
+    "NJI_INLINE nji_spot nji_spot_of(const nji_problem &p, const nji_operand &out, const nji_lane &lane,\n",
+    "const nji_walk &walk) {\n",
+    "const int last = p.row_dims - 1;\n",
+    "const nji_i64 in_run = walk.tile * NJI_TILE + lane.row * NJI_VEC;\n",
+    "nji_spot spot;\n",
+    "nji_i64 run = walk.run;\n",
+    "spot.is_here = run < walk.runs && in_run < p.extent[last];\n",
+    "spot.at.x = in_run + lane.col * nji_col_stride(p, p.x);\n",
+    "spot.at.dy = in_run + lane.col * nji_col_stride(p, p.dy);\n",
+    "spot.at.out = in_run + lane.col * nji_col_stride(p, out);\n",
+    "spot.at.mean = in_run * p.mean.stride[last];\n",
+    "spot.at.rstd = in_run * p.rstd.stride[last];\n",
+    "#pragma unroll 1\n",
+    "for (int d = last - 1; d >= 0; d--) {\n",
+    "nji_i64 outer = 0, index = run;\n",
+    "if (d > 0) {\n",
+    "outer = nji_divide(run, p.extent[d]);\n",
+    "index = run - outer * p.extent[d];\n",
+    "}\n",
+    "spot.at.x += index * p.x.stride[d];\n",
+    "spot.at.dy += index * p.dy.stride[d];\n",
+    "spot.at.out += index * out.stride[d];\n",
+    "spot.at.mean += index * p.mean.stride[d];\n",
+    "spot.at.rstd += index * p.rstd.stride[d];\n",
+    "run = outer;\n",
+    "}\n",
+    "return spot;\n",
+    "}\n",
+    "#define NJI_OPERANDS (NJI_FORWARD || !NJI_WANT_X \? 1 : 2)\n",
+    "#define NJI_FIRST (NJI_FORWARD \? p.x : p.dy)\n",
+    "extern __shared__ __align__(16) unsigned char nji_ring[];\n",
+    "NJI_INLINE nji_pack_x *nji_packs(int slot) {\n",
+    "return (nji_pack_x *)nji_ring + slot * (NJI_OPERANDS * NJI_CHUNKS * NJI_THREADS) + threadIdx.x;\n",
+    "}\n",
+    "NJI_INLINE int nji_pack_index(int which, int chunk) {\n",
+    "return (which * NJI_CHUNKS + chunk) * NJI_THREADS;\n",
+    "}\n",
+    "#if NJI_FORWARD\n",
+    "__shared__ __align__(16) NJI_X nji_heads[NJI_SLOTS][NJI_WARPS][1][NJI_TILE];\n",
+    "#else\n",
+    "__shared__ __align__(16) nji_stat nji_heads[NJI_SLOTS][NJI_WARPS][2][NJI_TILE];\n",
+    "#endif\n",
+    "template <int BYTES> NJI_INLINE void nji_fetch_bytes(void *shared, const void *from) {\n",
+    "typedef typename nji_word<BYTES>::type word;\n",
+    "#if NJI_STAGES > 0\n",
+    "if (BYTES >= 4) nji_copy_async<BYTES>(shared, from);\n",
+    "else *(word *)shared = *(const word *)from;\n",
+    "#else\n",
+    "*(word *)shared = *(const word *)from;\n",
+    "#endif\n",
+    "}\n",
+    "struct nji_fetcher {\n",
+    "bool is_here;\n",
+    "const NJI_X *first, *second;\n",
+    "nji_pack_x *to;\n",
+    "};\n",
+    "NJI_INLINE nji_fetcher nji_fetcher_of(const nji_problem &p, const nji_lane &lane,\n",
+    "const nji_spot &spot, int slot) {\n",
+    "nji_fetcher fetcher;\n",
+    "fetcher.is_here = spot.is_here;\n",
+    "fetcher.first = (const NJI_X *)NJI_FIRST.data + (NJI_FORWARD \? spot.at.x : spot.at.dy);\n",
+    "fetcher.second = (const NJI_X *)p.x.data + spot.at.x;\n",
+    "fetcher.to = nji_packs(slot);\n",
+    "return fetcher;\n",
+    "}\n",
+    "NJI_INLINE void nji_fetch_chunk(const nji_problem &p, const nji_lane &lane, nji_fetcher &fetcher,\n",
+    "int chunk) {\n",
+    "if (fetcher.is_here && nji_is_column(lane, chunk)) {\n",
+    "nji_fetch_bytes<nji_pack_x::BYTES>(fetcher.to + nji_pack_index(0, chunk), fetcher.first);\n",
+    "if (NJI_OPERANDS == 2) {\n",
+    "nji_fetch_bytes<nji_pack_x::BYTES>(fetcher.to + nji_pack_index(1, chunk),\n",
+    "fetcher.second);\n",
+    "}\n",
+    "}\n",
+    "fetcher.first += nji_chunk_stride(p, NJI_FIRST);\n",
+    "fetcher.second += nji_chunk_stride(p, p.x);\n",
+    "}\n",
+    "NJI_INLINE void nji_fetch_heads(const nji_problem &p, const nji_lane &lane, const nji_spot &spot,\n",
+    "int slot) {\n",
+    "if (!spot.is_here) return;\n",
+    "#if NJI_FORWARD\n",
+    "if (lane.col % NJI_SPAN != 0) return;\n",
+    "nji_fetch_bytes<nji_pack_x::BYTES>(&nji_heads[slot][lane.warp][0][lane.row * NJI_VEC],\n",
+    "(const NJI_X *)p.x.data + spot.at.x -\n",
+    "lane.col * nji_col_stride(p, p.x));\n",
+    "#else\n",
+    "if (lane.is_copy || !NJI_WANT_X) return;\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_HELD; i++) {\n",
+    "const int row = lane.held + i, in_tile = lane.row * NJI_VEC + row, last = p.row_dims - 1;\n",
+    "nji_fetch_bytes<sizeof(nji_stat)>(&nji_heads[slot][lane.warp][0][in_tile],\n",
+    "(const nji_stat *)p.mean.data + spot.at.mean +\n",
+    "row * p.mean.stride[last]);\n",
+    "nji_fetch_bytes<sizeof(nji_stat)>(&nji_heads[slot][lane.warp][1][in_tile],\n",
+    "(const nji_stat *)p.rstd.data + spot.at.rstd +\n",
+    "row * p.rstd.stride[last]);\n",
+    "}\n",
+    "#endif\n",
+    "}\n",
+    "NJI_INLINE void nji_fetch_tile(const nji_problem &p, const nji_lane &lane, const nji_spot &spot,\n",
+    "int slot) {\n",
+    "nji_fetcher fetcher = nji_fetcher_of(p, lane, spot, slot);\n",
+    "nji_fetch_heads(p, lane, spot, slot);\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) nji_fetch_chunk(p, lane, fetcher, k);\n",
+    "}\n",
+    "NJI_INLINE void nji_fill(const nji_problem &p, const nji_operand &out, const nji_lane &lane,\n",
+    "nji_walk &ahead) {\n",
+    "#if NJI_STAGES > 0\n",
+    "#pragma unroll 1\n",
+    "for (int slot = 0; slot < NJI_STAGES; slot++) {\n",
+    "nji_fetch_tile(p, lane, nji_spot_of(p, out, lane, ahead), slot);\n",
+    "nji_copy_commit();\n",
+    "nji_next_tile(ahead);\n",
+    "}\n",
+    "#endif\n",
+    "}\n",
+    "NJI_INLINE void nji_arrive(const nji_problem &p, const nji_lane &lane, const nji_spot &spot,\n",
+    "int slot) {\n",
+    "#if NJI_STAGES > 0\n",
+    "nji_copy_wait<NJI_STAGES - 1>();\n",
+    "#else\n",
+    "nji_fetch_tile(p, lane, spot, slot);\n",
+    "#endif\n",
+    "__syncwarp();\n",
+    "}\n",
+    "NJI_INLINE void nji_refill_chunk(const nji_problem &p, const nji_lane &lane, nji_fetcher &fetcher,\n",
+    "int chunk) {\n",
+    "if (NJI_STAGES > 0) nji_fetch_chunk(p, lane, fetcher, chunk);\n",
+    "}\n",
+    "NJI_INLINE void nji_refill_end(const nji_problem &p, const nji_lane &lane, const nji_spot &next,\n",
+    "int slot) {\n",
+    "__syncwarp();\n",
+    "#if NJI_STAGES > 0\n",
+    "nji_fetch_heads(p, lane, next, slot);\n",
+    "nji_copy_commit();\n",
+    "#endif\n",
+    "}\n",
+    "NJI_INLINE int nji_next_slot(int slot) {\n",
+    "return slot + 1 == NJI_SLOTS \? 0 : slot + 1;\n",
+    "}\n",
+    "#if NJI_FORWARD\n",
+    "NJI_INLINE int nji_columns_of(int first_lane, int lanes) {\n",
+    "const int left = NJI_COLS - (NJI_CHUNKS - 1) * NJI_COL_LANES - first_lane;\n",
+    "return (NJI_CHUNKS - 1) * lanes + (left < 0 \? 0 : left < lanes \? left : lanes);\n",
+    "}\n",
+    "struct nji_weights {\n",
+    "nji_real low, high, spread;\n",
+    "};\n",
+    "NJI_INLINE nji_weights nji_weigh(int first_lane, int low_lanes, int high_lanes) {\n",
+    "const bool exact = NJI_CHUNKS * NJI_COL_LANES == NJI_COLS;\n",
+    "const int low = exact \? low_lanes : nji_columns_of(first_lane, low_lanes);\n",
+    "const int high = exact \? high_lanes : nji_columns_of(first_lane + low_lanes, high_lanes);\n",
+    "const nji_real one = low + high > 0 \? (nji_real)1 / (nji_real)(low + high) : 0;\n",
+    "nji_weights weights;\n",
+    "weights.low = (nji_real)low * one;\n",
+    "weights.high = (nji_real)high * one;\n",
+    "weights.spread = weights.low * (nji_real)(exact \? high * NJI_CHUNKS : high);\n",
+    "return weights;\n",
+    "}\n",
+    "NJI_INLINE void nji_join(const nji_weights &weights, bool upper, nji_real &a, nji_real &b,\n",
+    "nji_real other_a, nji_real other_b) {\n",
+    "const nji_real delta = other_a - a;\n",
+    "const nji_real low = upper \? other_a : a, high = upper \? a : other_a;\n",
+    "a = low * weights.low + high * weights.high;\n",
+    "b = b + other_b + delta * delta * weights.spread;\n",
+    "}\n",
+    "#else\n",
+    "struct nji_weights {};\n",
+    "NJI_INLINE nji_weights nji_weigh(int, int, int) {\n",
+    "return nji_weights();\n",
+    "}\n",
+    "NJI_INLINE void nji_join(const nji_weights &, bool, nji_real &a, nji_real &b, nji_real other_a,\n",
+    "nji_real other_b) {\n",
+    "a += other_a;\n",
+    "b += other_b;\n",
+    "}\n",
+    "#endif\n",
+    "#if NJI_WARPS > 1 || NJI_SPAN > 1\n",
+    "__shared__ __align__(16) nji_real nji_exchange[2][NJI_WARPS][2][NJI_TILE];\n",
+    "#endif\n",
+    "NJI_INLINE void nji_join_columns(const nji_lane &lane, nji_real a[NJI_VEC], nji_real b[NJI_VEC],\n",
+    "int turn) {\n",
+    "#pragma unroll\n",
+    "for (int step = 0; (NJI_ROW_LANES << step) < 32; step++) {\n",
+    "const int distance = NJI_ROW_LANES << step, lanes = 1 << step;\n",
+    "const int count = NJI_VEC >> (step + 1);\n",
+    "const bool upper = (threadIdx.x & distance) != 0;\n",
+    "const nji_weights weights = nji_weigh(lane.col / (2 * lanes) * (2 * lanes), lanes, lanes);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < (NJI_VEC + 1) / 2; i++) {\n",
+    "if (i >= count && i > 0) continue;\n",
+    "const nji_real kept_a = upper \? a[i + count] : a[i], kept_b = upper \? b[i + count] : b[i];\n",
+    "const nji_real got_a = nji_swap(upper \? a[i] : a[i + count], distance);\n",
+    "const nji_real got_b = nji_swap(upper \? b[i] : b[i + count], distance);\n",
+    "a[i] = kept_a;\n",
+    "b[i] = kept_b;\n",
+    "nji_join(weights, upper, a[i], b[i], got_a, got_b);\n",
+    "}\n",
+    "}\n",
+    "#if NJI_WARPS > 1\n",
+    "nji_real(*slots)[2][NJI_TILE] = nji_exchange[turn & 1];\n",
+    "const int at = lane.row * NJI_VEC + lane.held;\n",
+    "nji_pack_held pack;\n",
+    "if (!lane.is_copy) {\n",
+    "pack.narrow(a);\n",
+    "pack.store(&slots[lane.warp][0][at]);\n",
+    "pack.narrow(b);\n",
+    "pack.store(&slots[lane.warp][1][at]);\n",
+    "}\n",
+    "__syncthreads();\n",
+    "#pragma unroll\n",
+    "for (int warp = 0; warp < NJI_WARPS; warp++) {\n",
+    "const nji_weights weights = nji_weigh(0, warp * NJI_SPAN, NJI_SPAN);\n",
+    "nji_real other_a[NJI_HELD], other_b[NJI_HELD];\n",
+    "pack.load(&slots[warp][0][at]);\n",
+    "pack.widen(other_a);\n",
+    "pack.load(&slots[warp][1][at]);\n",
+    "pack.widen(other_b);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_HELD; i++) {\n",
+    "if (warp == 0) a[i] = other_a[i];\n",
+    "if (warp == 0) b[i] = other_b[i];\n",
+    "else nji_join(weights, false, a[i], b[i], other_a[i], other_b[i]);\n",
+    "}\n",
+    "}\n",
+    "#endif\n",
+    "}\n",
+    "NJI_INLINE void nji_spread(const nji_lane &lane, nji_real a[NJI_VEC], nji_real b[NJI_VEC],\n",
+    "int turn) {\n",
+    "#if NJI_SPAN > 1\n",
+    "nji_real(*mine)[NJI_TILE] = nji_exchange[(turn + 1) & 1][lane.warp];\n",
+    "nji_pack_held held;\n",
+    "nji_pack_rows all;\n",
+    "if (!lane.is_copy) {\n",
+    "held.narrow(a);\n",
+    "held.store(&mine[0][lane.row * NJI_VEC + lane.held]);\n",
+    "held.narrow(b);\n",
+    "held.store(&mine[1][lane.row * NJI_VEC + lane.held]);\n",
+    "}\n",
+    "__syncwarp();\n",
+    "all.load(&mine[0][lane.row * NJI_VEC]);\n",
+    "all.widen(a);\n",
+    "all.load(&mine[1][lane.row * NJI_VEC]);\n",
+    "all.widen(b);\n",
+    "#endif\n",
     "}\n",
     "NJI_INLINE nji_real nji_load_param(const nji_problem &p, const nji_operand &operand, int column) {\n",
     "return nji_widen(((const NJI_P *)operand.data)[column * nji_col_stride(p, operand)]);\n",
     "}\n",
-    "NJI_INLINE void nji_tile_sums(const nji_place &place, nji_real a[NJI_VEC], nji_real b[NJI_VEC]) {\n",
-    "__shared__ nji_real stage[NJI_WARPS][2 * NJI_TILE];\n",
-    "__shared__ nji_real total[2 * NJI_TILE];\n",
-    "nji_real held[2 * NJI_VEC];\n",
-    "int first = 0;\n",
-    "bool is_copy = false;\n",
+    "#if NJI_FORWARD\n",
+    "NJI_INLINE nji_real nji_origin(NJI_X first) {\n",
+    "const nji_real value = nji_widen(first);\n",
+    "return value - value == 0 \? value : 0;\n",
+    "}\n",
+    "NJI_INLINE void nji_thread_moments(const nji_lane &lane, const nji_pack_x *packs,\n",
+    "const nji_real origin[NJI_VEC], nji_real mean[NJI_VEC],\n",
+    "nji_real squares[NJI_VEC]) {\n",
+    "const int count = nji_columns_of(lane.col, 1);\n",
+    "const nji_real one = count > 0 \? (nji_real)1 / (nji_real)count : 0;\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "nji_real value[NJI_VEC];\n",
+    "if (!nji_is_column(lane, k)) continue;\n",
+    "packs[nji_pack_index(0, k)].widen(value);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) mean[i] += value[i] - origin[i];\n",
+    "}\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) mean[i] *= one;\n",
+    "__syncwarp();\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "nji_real value[NJI_VEC];\n",
+    "if (!nji_is_column(lane, k)) continue;\n",
+    "packs[nji_pack_index(0, k)].widen(value);\n",
     "#pragma unroll\n",
     "for (int i = 0; i < NJI_VEC; i++) {\n",
-    "held[i] = a[i];\n",
-    "held[NJI_VEC + i] = b[i];\n",
+    "const nji_real distance = value[i] - origin[i] - mean[i];\n",
+    "squares[i] += distance * distance;\n",
     "}\n",
-    "#pragma unroll\n",
-    "for (int step = 1; step <= NJI_HALVINGS; step++) {\n",
-    "const int distance = 32 >> step, count = 2 * NJI_VEC >> step;\n",
-    "const bool upper = (threadIdx.x & distance) != 0;\n",
-    "if (count == 0) {\n",
-    "held[0] += nji_swap(held[0], distance);\n",
-    "is_copy |= upper;\n",
     "}\n",
-    "#pragma unroll\n",
-    "for (int i = 0; i < NJI_VEC; i++) {\n",
-    "if (i >= count) continue;\n",
-    "const nji_real sent = upper \? held[i] : held[i + count];\n",
-    "held[i] = (upper \? held[i + count] : held[i]) + nji_swap(sent, distance);\n",
     "}\n",
-    "first += upper \? count : 0;\n",
-    "}\n",
+    "NJI_INLINE void nji_write_held(const nji_problem &p, const nji_lane &lane, const nji_spot &spot,\n",
+    "int slot, const nji_real mean[NJI_VEC],\n",
+    "const nji_real rstd[NJI_VEC]) {\n",
+    "const NJI_X *heads = nji_heads[slot][0][0] + lane.row * NJI_VEC + lane.held;\n",
+    "if (lane.warp > 0 || lane.is_copy || !spot.is_here) return;\n",
     "#pragma unroll\n",
     "for (int i = 0; i < NJI_HELD; i++) {\n",
-    "const int value = first + i, which = value / NJI_VEC;\n",
-    "const int row = place.row_lane * NJI_VEC + value % NJI_VEC;\n",
-    "if (!is_copy) stage[threadIdx.x / 32][which * NJI_TILE + row] = held[i];\n",
-    "}\n",
-    "__syncthreads();\n",
-    "for (int i = threadIdx.x; i < 2 * NJI_TILE; i += NJI_THREADS) {\n",
-    "nji_real sum = 0;\n",
-    "#pragma unroll\n",
-    "for (int warp = 0; warp < NJI_WARPS; warp++) sum += stage[warp][i];\n",
-    "total[i] = sum;\n",
-    "}\n",
-    "__syncthreads();\n",
-    "#pragma unroll\n",
-    "for (int i = 0; i < NJI_VEC; i++) {\n",
-    "a[i] = total[place.row_lane * NJI_VEC + i];\n",
-    "b[i] = total[NJI_TILE + place.row_lane * NJI_VEC + i];\n",
+    "nji_offsets at = spot.at;\n",
+    "at.mean += (lane.held + i) * p.mean.stride[p.row_dims - 1];\n",
+    "at.rstd += (lane.held + i) * p.rstd.stride[p.row_dims - 1];\n",
+    "nji_write_stats(p, at, nji_origin(heads[i]) + mean[i], rstd[i]);\n",
     "}\n",
     "}\n",
-    "#if NJI_FORWARD\n",
     "NJI_KERNEL nj_tiles_forward(NJI_PARAMETER p) {\n",
+    "const nji_lane lane = nji_my_lane();\n",
+    "nji_walk walk = nji_first_tile(p), ahead = walk;\n",
+    "nji_real gamma[NJI_CHUNKS], beta[NJI_CHUNKS];\n",
+    "int slot = 0;\n",
     "nji_begin();\n",
-    "for (nji_i64 tile = blockIdx.x; tile < nji_tile_count(p); tile += gridDim.x) {\n",
-    "const nji_place place = nji_my_place(p, tile);\n",
-    "const nji_offsets at = nji_row_offsets(p, p.y, place.row);\n",
-    "const nji_real count = NJI_COLS;\n",
-    "nji_real sum[NJI_VEC], unused[NJI_VEC], first[NJI_VEC], second[NJI_VEC], center[NJI_VEC];\n",
-    "nji_real rstd[NJI_VEC];\n",
-    "nji_pack_x x[NJI_CHUNKS];\n",
-    "nji_load_tile(p, p.x, at.x, place, x);\n",
+    "nji_fill(p, p.y, lane, ahead);\n",
     "#pragma unroll\n",
-    "for (int i = 0; i < NJI_VEC; i++) sum[i] = unused[i] = first[i] = second[i] = 0;\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "const int column = nji_column(lane, k);\n",
+    "gamma[k] = 1;\n",
+    "beta[k] = 0;\n",
+    "if (NJI_HAS_GAMMA && nji_is_column(lane, k)) gamma[k] = nji_load_param(p, p.gamma, column);\n",
+    "if (NJI_HAS_BETA && nji_is_column(lane, k)) beta[k] = nji_load_param(p, p.beta, column);\n",
+    "}\n",
+    "#pragma unroll 1\n",
+    "for (int turn = 0; walk.run < walk.runs; turn++) {\n",
+    "const nji_spot here = nji_spot_of(p, p.y, lane, walk);\n",
+    "const nji_spot next = nji_spot_of(p, p.y, lane, ahead);\n",
+    "const nji_pack_x *packs = nji_packs(slot);\n",
+    "nji_real origin[NJI_VEC], mean[NJI_VEC], rstd[NJI_VEC];\n",
+    "nji_arrive(p, lane, here, slot);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "origin[i] = nji_origin(nji_heads[slot][lane.warp][0][lane.row * NJI_VEC + i]);\n",
+    "mean[i] = rstd[i] = 0;\n",
+    "}\n",
+    "nji_thread_moments(lane, packs, origin, mean, rstd);\n",
+    "nji_join_columns(lane, mean, rstd, turn);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_HELD; i++) {\n",
+    "rstd[i] = nji_rsqrt(rstd[i] / (nji_real)NJI_COLS + (nji_real)p.eps);\n",
+    "}\n",
+    "nji_write_held(p, lane, here, slot, mean, rstd);\n",
+    "nji_spread(lane, mean, rstd, turn);\n",
+    "nji_fetcher fetcher = nji_fetcher_of(p, lane, next, slot);\n",
+    "NJI_X *to = (NJI_X *)p.y.data + here.at.out;\n",
+    "nji_pack_x pack = packs[nji_pack_index(0, 0)];\n",
     "#pragma unroll\n",
     "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
     "nji_real value[NJI_VEC];\n",
-    "x[k].widen(value);\n",
-    "#pragma unroll\n",
-    "for (int i = 0; i < NJI_VEC; i++) sum[i] += value[i];\n",
-    "}\n",
-    "nji_tile_sums(place, sum, unused);\n",
-    "#pragma unroll\n",
-    "for (int i = 0; i < NJI_VEC; i++) center[i] = sum[i] / count;\n",
-    "#pragma unroll\n",
-    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
-    "nji_real value[NJI_VEC];\n",
-    "x[k].widen(value);\n",
-    "if (!nji_is_column(nji_column(place, k))) continue;\n",
-    "#pragma unroll\n",
-    "for (int i = 0; i < NJI_VEC; i++) {\n",
-    "const nji_real d = value[i] - center[i];\n",
-    "first[i] += d;\n",
-    "second[i] += d * d;\n",
-    "}\n",
-    "}\n",
-    "nji_tile_sums(place, first, second);\n",
-    "#pragma unroll\n",
-    "for (int i = 0; i < NJI_VEC; i++) {\n",
-    "const nji_real shift = nji_shift_of(first[i] / count);\n",
-    "nji_real variance = (second[i] - first[i] * shift) / count;\n",
-    "if (variance < 0) variance = 0;\n",
-    "rstd[i] = nji_rsqrt(variance + (nji_real)p.eps);\n",
-    "first[i] = shift;\n",
-    "}\n",
-    "if (!place.rows) continue;\n",
-    "NJI_X *to = (NJI_X *)p.y.data + at.out;\n",
-    "#pragma unroll\n",
-    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
-    "const int column = nji_column(place, k);\n",
-    "nji_real value[NJI_VEC], gamma = 1, beta = 0;\n",
     "nji_pack_x out;\n",
-    "if (!nji_is_column(column)) continue;\n",
-    "x[k].widen(value);\n",
-    "if (NJI_HAS_GAMMA) gamma = nji_load_param(p, p.gamma, column);\n",
-    "if (NJI_HAS_BETA) beta = nji_load_param(p, p.beta, column);\n",
+    "pack.widen(value);\n",
+    "if (k + 1 < NJI_CHUNKS) pack = packs[nji_pack_index(0, k + 1)];\n",
     "#pragma unroll\n",
     "for (int i = 0; i < NJI_VEC; i++) {\n",
-    "value[i] = ((value[i] - center[i]) - first[i]) * rstd[i];\n",
-    "if (NJI_HAS_GAMMA) value[i] *= gamma;\n",
-    "if (NJI_HAS_BETA) value[i] += beta;\n",
+    "value[i] = (value[i] - origin[i] - mean[i]) * rstd[i];\n",
+    "if (NJI_HAS_GAMMA) value[i] *= gamma[k];\n",
+    "if (NJI_HAS_BETA) value[i] += beta[k];\n",
     "}\n",
     "out.narrow(value);\n",
-    "out.store(to + column * nji_col_stride(p, p.y));\n",
+    "if (here.is_here && nji_is_column(lane, k)) out.store(to);\n",
+    "to += nji_chunk_stride(p, p.y);\n",
+    "nji_refill_chunk(p, lane, fetcher, k);\n",
     "}\n",
-    "if (place.col_lane == 0) {\n",
-    "#pragma unroll\n",
-    "for (int i = 0; i < NJI_VEC; i++) {\n",
-    "nji_offsets stat = at;\n",
-    "stat.mean += i * p.mean.stride[p.row_dims - 1];\n",
-    "stat.rstd += i * p.rstd.stride[p.row_dims - 1];\n",
-    "nji_write_stats(p, stat, center[i] + first[i], rstd[i]);\n",
-    "}\n",
-    "}\n",
+    "nji_refill_end(p, lane, next, slot);\n",
+    "nji_next_tile(walk);\n",
+    "nji_next_tile(ahead);\n",
+    "slot = nji_next_slot(slot);\n",
     "}\n",
     "}\n",
     "#else\n",
-    "#define NJI_WANT_DX ((NJI_GRADS & 1) != 0)\n",
-    "#define NJI_WANT_DGAMMA ((NJI_GRADS & 2) != 0)\n",
-    "#define NJI_WANT_DBETA ((NJI_GRADS & 4) != 0)\n",
-    "#define NJI_WANT_X (NJI_WANT_DX || NJI_WANT_DGAMMA)\n",
-    "NJI_INLINE void nji_write_part(const nji_problem &p, const nji_place &place,\n",
-    "nji_real gradient[NJI_CHUNKS], int which) {\n",
+    "NJI_INLINE void nji_write_part(const nji_problem &p, const nji_lane &lane,\n",
+    "const nji_real gradient[NJI_CHUNKS], int which) {\n",
     "nji_real *to = (nji_real *)p.partial + ((nji_i64)blockIdx.x * 2 + which) * NJI_COLS;\n",
     "#pragma unroll\n",
     "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
-    "const int column = nji_column(place, k);\n",
     "const nji_real sum = nji_lanes_sum<NJI_ROW_LANES>(gradient[k]);\n",
-    "if (place.row_lane == 0 && nji_is_column(column)) to[column] = sum;\n",
+    "if (lane.row == 0 && nji_is_column(lane, k)) to[nji_column(lane, k)] = sum;\n",
     "}\n",
     "}\n",
     "NJI_KERNEL nj_tiles_backward(NJI_PARAMETER p) {\n",
+    "const nji_lane lane = nji_my_lane();\n",
+    "nji_walk walk = nji_first_tile(p), ahead = walk;\n",
     "nji_real gamma[NJI_CHUNKS], dgamma[NJI_CHUNKS], dbeta[NJI_CHUNKS];\n",
+    "int slot = 0;\n",
     "nji_begin();\n",
+    "nji_fill(p, p.dx, lane, ahead);\n",
     "#pragma unroll\n",
     "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
-    "const int column = k * NJI_COL_LANES + (int)threadIdx.x / NJI_ROW_LANES;\n",
     "dgamma[k] = dbeta[k] = 0;\n",
     "gamma[k] = 1;\n",
-    "if (NJI_HAS_GAMMA && NJI_WANT_DX && nji_is_column(column)) {\n",
-    "gamma[k] = nji_load_param(p, p.gamma, column);\n",
+    "if (NJI_HAS_GAMMA && NJI_WANT_DX && nji_is_column(lane, k)) {\n",
+    "gamma[k] = nji_load_param(p, p.gamma, nji_column(lane, k));\n",
     "}\n",
     "}\n",
-    "for (nji_i64 tile = blockIdx.x; tile < nji_tile_count(p); tile += gridDim.x) {\n",
-    "const nji_place place = nji_my_place(p, tile);\n",
-    "const nji_offsets at = nji_row_offsets(p, p.dx, place.row);\n",
+    "#pragma unroll 1\n",
+    "for (int turn = 0; walk.run < walk.runs; turn++) {\n",
+    "const nji_spot here = nji_spot_of(p, p.dx, lane, walk);\n",
+    "const nji_spot next = nji_spot_of(p, p.dx, lane, ahead);\n",
+    "const nji_pack_x *packs = nji_packs(slot);\n",
+    "nji_fetcher fetcher = nji_fetcher_of(p, lane, next, slot);\n",
     "nji_real mean[NJI_VEC], rstd[NJI_VEC], sum_g[NJI_VEC], sum_gx[NJI_VEC];\n",
-    "nji_pack_x x[NJI_CHUNKS], dy[NJI_CHUNKS];\n",
-    "nji_load_tile(p, p.dy, at.dy, place, dy);\n",
-    "if (NJI_WANT_X) nji_load_tile(p, p.x, at.x, place, x);\n",
+    "nji_pack_stat stats;\n",
+    "nji_arrive(p, lane, here, slot);\n",
+    "stats.load(nji_heads[slot][lane.warp][0] + lane.row * NJI_VEC);\n",
+    "stats.widen(mean);\n",
+    "stats.load(nji_heads[slot][lane.warp][1] + lane.row * NJI_VEC);\n",
+    "stats.widen(rstd);\n",
     "#pragma unroll\n",
-    "for (int i = 0; i < NJI_VEC; i++) {\n",
-    "sum_g[i] = sum_gx[i] = mean[i] = rstd[i] = 0;\n",
-    "if (NJI_WANT_X && place.rows) {\n",
-    "const nji_i64 mean_at = at.mean + i * p.mean.stride[p.row_dims - 1];\n",
-    "const nji_i64 rstd_at = at.rstd + i * p.rstd.stride[p.row_dims - 1];\n",
-    "mean[i] = nji_load_any(p.mean.data, mean_at, NJI_STAT_CODE);\n",
-    "rstd[i] = nji_load_any(p.rstd.data, rstd_at, NJI_STAT_CODE);\n",
-    "}\n",
-    "}\n",
+    "for (int i = 0; i < NJI_VEC; i++) sum_g[i] = sum_gx[i] = 0;\n",
+    "if (here.is_here) {\n",
     "#pragma unroll\n",
     "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
     "nji_real xhat[NJI_VEC], g[NJI_VEC];\n",
-    "if (!nji_is_column(nji_column(place, k))) continue;\n",
-    "dy[k].widen(g);\n",
-    "if (NJI_WANT_X) x[k].widen(xhat);\n",
+    "if (!nji_is_column(lane, k)) continue;\n",
+    "packs[nji_pack_index(0, k)].widen(g);\n",
+    "if (NJI_WANT_X) packs[nji_pack_index(1, k)].widen(xhat);\n",
     "#pragma unroll\n",
     "for (int i = 0; i < NJI_VEC; i++) {\n",
     "if (NJI_WANT_X) xhat[i] = (xhat[i] - mean[i]) * rstd[i];\n",
@@ -5557,47 +5909,63 @@ static const char *const nji_program_tiles[] = {
     "}\n",
     "}\n",
     "}\n",
-    "if (!NJI_WANT_DX) continue;\n",
-    "nji_tile_sums(place, sum_g, sum_gx);\n",
-    "if (!place.rows) continue;\n",
+    "}\n",
+    "if (NJI_WANT_DX) {\n",
+    "NJI_X *to = (NJI_X *)p.dx.data + here.at.out;\n",
+    "nji_join_columns(lane, sum_g, sum_gx, turn);\n",
     "#pragma unroll\n",
-    "for (int i = 0; i < NJI_VEC; i++) {\n",
+    "for (int i = 0; i < NJI_HELD; i++) {\n",
     "sum_g[i] /= (nji_real)NJI_COLS;\n",
     "sum_gx[i] /= (nji_real)NJI_COLS;\n",
     "}\n",
-    "NJI_X *to = (NJI_X *)p.dx.data + at.out;\n",
+    "nji_spread(lane, sum_g, sum_gx, turn);\n",
+    "#pragma unroll\n",
+    "for (int i = 0; i < NJI_VEC; i++) sum_gx[i] *= rstd[i];\n",
+    "nji_pack_x dy_pack = packs[nji_pack_index(0, 0)];\n",
+    "nji_pack_x x_pack = packs[nji_pack_index(1, 0)];\n",
     "#pragma unroll\n",
     "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
-    "const int column = nji_column(place, k);\n",
-    "nji_real xhat[NJI_VEC], g[NJI_VEC];\n",
+    "nji_real x[NJI_VEC], g[NJI_VEC];\n",
     "nji_pack_x out;\n",
-    "if (!nji_is_column(column)) continue;\n",
-    "dy[k].widen(g);\n",
-    "x[k].widen(xhat);\n",
+    "dy_pack.widen(g);\n",
+    "x_pack.widen(x);\n",
+    "if (k + 1 < NJI_CHUNKS) {\n",
+    "dy_pack = packs[nji_pack_index(0, k + 1)];\n",
+    "x_pack = packs[nji_pack_index(1, k + 1)];\n",
+    "}\n",
     "#pragma unroll\n",
     "for (int i = 0; i < NJI_VEC; i++) {\n",
-    "xhat[i] = (xhat[i] - mean[i]) * rstd[i];\n",
     "if (NJI_HAS_GAMMA) g[i] *= gamma[k];\n",
-    "g[i] = rstd[i] * (g[i] - sum_g[i] - xhat[i] * sum_gx[i]);\n",
+    "g[i] = rstd[i] * (g[i] - sum_g[i] - (x[i] - mean[i]) * sum_gx[i]);\n",
     "}\n",
-    "if (NJI_ACCUMULATE & 1) {\n",
+    "const bool is_mine = here.is_here && nji_is_column(lane, k);\n",
+    "if ((NJI_ACCUMULATE & 1) && is_mine) {\n",
     "nji_real old[NJI_VEC];\n",
-    "out.load(to + column * nji_col_stride(p, p.dx));\n",
+    "out.load(to);\n",
     "out.widen(old);\n",
     "#pragma unroll\n",
     "for (int i = 0; i < NJI_VEC; i++) g[i] += old[i];\n",
     "}\n",
     "out.narrow(g);\n",
-    "out.store(to + column * nji_col_stride(p, p.dx));\n",
+    "if (is_mine) out.store(to);\n",
+    "to += nji_chunk_stride(p, p.dx);\n",
+    "nji_refill_chunk(p, lane, fetcher, k);\n",
     "}\n",
+    "} else {\n",
+    "#pragma unroll\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++) nji_refill_chunk(p, lane, fetcher, k);\n",
     "}\n",
-    "const nji_place place = nji_my_place(p, blockIdx.x);\n",
-    "if (NJI_WANT_DGAMMA) nji_write_part(p, place, dgamma, 0);\n",
-    "if (NJI_WANT_DBETA) nji_write_part(p, place, dbeta, 1);\n",
+    "nji_refill_end(p, lane, next, slot);\n",
+    "nji_next_tile(walk);\n",
+    "nji_next_tile(ahead);\n",
+    "slot = nji_next_slot(slot);\n",
+    "}\n",
+    "if (NJI_WANT_DGAMMA) nji_write_part(p, lane, dgamma, 0);\n",
+    "if (NJI_WANT_DBETA) nji_write_part(p, lane, dbeta, 1);\n",
     "}\n",
     "#endif\n",
     NULL};
-#define NJI_PROGRAM_RING_HASH 0x0b02fa8f98a9aa35ull
+#define NJI_PROGRAM_RING_HASH 0xcf70b70164bcad2dull
 static const char *const nji_program_ring[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -5832,6 +6200,24 @@ static const char *const nji_program_ring[] = {
     "NJI_INLINE nji_real nji_shift_of(nji_real value) {\n",
     "return value == value \? value : 0;\n",
     "}\n",
+    "#if __CUDA_ARCH__ >= 800\n",
+    "template <int BYTES> NJI_INLINE void nji_copy_async(void *shared, const void *from) {\n",
+    "const unsigned int to = (unsigned int)__cvta_generic_to_shared(shared);\n",
+    "if (BYTES == 16) {\n",
+    "asm volatile(\"cp.async.cg.shared.global [%0], [%1], 16;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "} else if (BYTES == 8) {\n",
+    "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 8;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "} else {\n",
+    "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 4;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "}\n",
+    "}\n",
+    "NJI_INLINE void nji_copy_commit() {\n",
+    "asm volatile(\"cp.async.commit_group;\" ::: \"memory\");\n",
+    "}\n",
+    "template <int N> NJI_INLINE void nji_copy_wait() {\n",
+    "asm volatile(\"cp.async.wait_group %0;\" ::\"n\"(N) : \"memory\");\n",
+    "}\n",
+    "#endif\n",
     "NJI_INLINE void nji_team_sync(int team, int threads) {\n",
     "asm volatile(\"bar.sync %0, %1;\" ::\"r\"(team + 1), \"r\"(threads) : \"memory\");\n",
     "}\n",
@@ -6359,7 +6745,7 @@ static const char *const nji_program_ring[] = {
     "#endif\n",
     "}\n",
     NULL};
-#define NJI_PROGRAM_STRIDED_HASH 0x23e067402c779c0eull
+#define NJI_PROGRAM_STRIDED_HASH 0x5e362a41801efbe6ull
 static const char *const nji_program_strided[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -6594,6 +6980,24 @@ static const char *const nji_program_strided[] = {
     "NJI_INLINE nji_real nji_shift_of(nji_real value) {\n",
     "return value == value \? value : 0;\n",
     "}\n",
+    "#if __CUDA_ARCH__ >= 800\n",
+    "template <int BYTES> NJI_INLINE void nji_copy_async(void *shared, const void *from) {\n",
+    "const unsigned int to = (unsigned int)__cvta_generic_to_shared(shared);\n",
+    "if (BYTES == 16) {\n",
+    "asm volatile(\"cp.async.cg.shared.global [%0], [%1], 16;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "} else if (BYTES == 8) {\n",
+    "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 8;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "} else {\n",
+    "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 4;\" ::\"r\"(to), \"l\"(from) : \"memory\");\n",
+    "}\n",
+    "}\n",
+    "NJI_INLINE void nji_copy_commit() {\n",
+    "asm volatile(\"cp.async.commit_group;\" ::: \"memory\");\n",
+    "}\n",
+    "template <int N> NJI_INLINE void nji_copy_wait() {\n",
+    "asm volatile(\"cp.async.wait_group %0;\" ::\"n\"(N) : \"memory\");\n",
+    "}\n",
+    "#endif\n",
     "NJI_INLINE void nji_team_sync(int team, int threads) {\n",
     "asm volatile(\"bar.sync %0, %1;\" ::\"r\"(team + 1), \"r\"(threads) : \"memory\");\n",
     "}\n",
@@ -6920,7 +7324,7 @@ static const char *const nji_program_strided[] = {
     "#endif\n",
     NULL};
 static const char *const nji_fallback_bf16[] = {
-    "// NVRTC 13.0, source 23e067402c779c0e\n",
+    "// NVRTC 13.0, source 5e362a41801efbe6\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -10791,7 +11195,7 @@ static const char *const nji_fallback_bf16[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f16[] = {
-    "// NVRTC 13.0, source 23e067402c779c0e\n",
+    "// NVRTC 13.0, source 5e362a41801efbe6\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -14224,7 +14628,7 @@ static const char *const nji_fallback_f16[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f32[] = {
-    "// NVRTC 13.0, source 23e067402c779c0e\n",
+    "// NVRTC 13.0, source 5e362a41801efbe6\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -17981,7 +18385,7 @@ static const char *const nji_fallback_f32[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f64[] = {
-    "// NVRTC 13.0, source 23e067402c779c0e\n",
+    "// NVRTC 13.0, source 5e362a41801efbe6\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -22370,7 +22774,13 @@ static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, n
     nji_grid first = all;
     nj_status status;
     first.shared_bytes = (unsigned)choice->shared_bytes;
-    if (choice->parts > 0) first.x = (int64_t)choice->parts * choice->slices;
+    if (choice->parts > 0) {
+        first.x = (int64_t)choice->parts * choice->slices;
+    } else if (choice->family == NJI_TILES || choice->family == NJI_RING) {
+        /* Blocks that stay have the next rows on their way. */
+        first.x =
+            nji_min_i64(blocks, nji_resident_clusters(choice, &cuda->facts)) * choice->slices;
+    }
     problem->parts = choice->parts;
     status = nji_launch(cuda, plan->fast_first, &first, problem, stream, call);
     if (status == NJ_OK && plan->params_sum) {

@@ -258,6 +258,32 @@ NJI_INLINE nji_real nji_shift_of(nji_real value) {
     return value == value ? value : 0;
 }
 
+// ---- copies into shared memory that run on by themselves (sm_80 and later) ----------------------
+
+#if __CUDA_ARCH__ >= 800
+// Starts a copy of 4, 8 or 16 bytes, all aligned.
+template <int BYTES> NJI_INLINE void nji_copy_async(void *shared, const void *from) {
+    const unsigned int to = (unsigned int)__cvta_generic_to_shared(shared);
+    if (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    } else if (BYTES == 8) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+    }
+}
+
+// The copies that this thread has started since the last call become a group.
+NJI_INLINE void nji_copy_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most the last N groups of this thread are still on their way.
+template <int N> NJI_INLINE void nji_copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+#endif
+
 // ---- barriers -----------------------------------------------------------------------------------
 
 // Waits for the threads of a team, whole warps of a block.

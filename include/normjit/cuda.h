@@ -604,7 +604,13 @@ static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, n
     nji_grid first = all;
     nj_status status;
     first.shared_bytes = (unsigned)choice->shared_bytes;
-    if (choice->parts > 0) first.x = (int64_t)choice->parts * choice->slices;
+    if (choice->parts > 0) {
+        first.x = (int64_t)choice->parts * choice->slices;
+    } else if (choice->family == NJI_TILES || choice->family == NJI_RING) {
+        /* Blocks that stay have the next rows on their way. */
+        first.x =
+            nji_min_i64(blocks, nji_resident_clusters(choice, &cuda->facts)) * choice->slices;
+    }
     problem->parts = choice->parts;
     status = nji_launch(cuda, plan->fast_first, &first, problem, stream, call);
     if (status == NJ_OK && plan->params_sum) {

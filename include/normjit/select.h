@@ -119,8 +119,9 @@ typedef struct nji_choice {
     int slices, cluster;
     int blocks; /* per multiprocessor, at least */
     int prefetch, ahead;
-    int workers, stages, keep; /* ring */
-    int shared_bytes;          /* of a block, beside what the kernel declares */
+    int workers, keep; /* ring */
+    int stages;        /* ring: rows of a team; tiles: tiles, in shared memory */
+    int shared_bytes;  /* of a block, beside what the kernel declares */
     int parts;         /* most partial gradients of the fast kernels; 0 = none wanted */
     int strided_parts; /* the same for the strided kernels */
     int64_t partial_bytes, sums_bytes; /* of the workspace, partials first */
@@ -204,18 +205,25 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
     choice->blocks = resident > choice->threads ? resident / choice->threads : 1;
 }
 
-/* Shared memory that a block may ask for, less 4 KB for what ring kernels declare (CUDA programming
-   guide, table of compute capabilities). */
+/* Shared memory of a multiprocessor of an architecture; each block takes 1 KB beside its own (CUDA
+   programming guide, table of compute capabilities). */
+#define NJI_SHARED_RESERVED 1024
+
 static int nji_most_shared(int arch) {
-    return (arch >= 120 ? 99 : 227) * 1024 - 4096;
+    if (arch < 80) return 64 << 10;
+    if (arch == 80 || arch == 87) return 164 << 10;
+    return arch >= 90 && arch < 120 ? 228 << 10 : 100 << 10;
 }
 
 /* Warps of a ring kernel that fill it: they take turns with the teams. */
 #define NJI_RING_FILLERS 4
+/* Most shared memory that a ring kernel declares itself. */
+#define NJI_RING_DECLARED 2560
 
 /* Returns 0 where no row of the table fits. */
 static int nji_cut_ring(const nj_desc *desc, int64_t cols, int arch, nji_choice *choice) {
     int size = (int)nj_dtype_size(desc->dtype);
+    int room = nji_most_shared(arch) - NJI_SHARED_RESERVED - NJI_RING_DECLARED;
     size_t i;
     choice->vec = nji_vec_of(desc, cols);
     if (choice->forward || arch < 90 || choice->vec * size != 16) return 0;
@@ -228,7 +236,7 @@ static int nji_cut_ring(const nj_desc *desc, int64_t cols, int arch, nji_choice 
         teams = row->workers > choice->lanes ? row->workers / choice->lanes : 1;
         choice->workers = teams * choice->lanes;
         stage_bytes = 2 * row->elements * choice->workers * size; /* of x and dy */
-        choice->stages = (int)nji_min_i64(row->stages, nji_most_shared(arch) / stage_bytes);
+        choice->stages = (int)nji_min_i64(row->stages, room / stage_bytes);
         if (choice->stages < 2) return 0;
         choice->family = NJI_RING;
         choice->chunks = row->elements / choice->vec;
@@ -255,34 +263,72 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
     return *run > 1;
 }
 
-/* Tiles: a warp reads runs of 64 bytes; threads hold up to 64 bytes of x, so that x, dy and the
-   sums stay in registers. More columns take more threads, then shorter runs. Measured:
-   ptx_src/DIARY.md. */
-#define NJI_TILE_RUN_BYTES 64
-#define NJI_TILE_THREAD_BYTES 64
-#define NJI_TILE_THREAD_ELEMENTS 32
-#define NJI_TILE_THREAD_ACCESSES 12
+/* Tiles: most bytes of neighbouring rows that a warp reads of a column, elements that a thread has of
+   a tile, threads of a multiprocessor. Measured: ptx_src/DIARY.md. */
+#define NJI_TILE_RUN_BYTES 128
+#define NJI_TILE_THREAD_ELEMENTS 128
 #define NJI_TILE_RESIDENT 512
 
-static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_choice *choice) {
-    int size = (int)nj_dtype_size(desc->dtype);
-    int most_chunks, threads;
-    choice->vec = nji_vec_of(desc, run);
-    most_chunks =
-        (int)nji_min_i64(NJI_TILE_THREAD_BYTES / size, NJI_TILE_THREAD_ELEMENTS) / choice->vec;
-    most_chunks = (int)nji_min_i64(most_chunks, NJI_TILE_THREAD_ACCESSES);
-    for (choice->lanes = NJI_TILE_RUN_BYTES / (choice->vec * size); choice->lanes >= 1;
-         choice->lanes /= 2) {
-        for (threads = NJI_TILE_RESIDENT / 2; threads <= NJI_TILE_RESIDENT; threads *= 2) {
-            int64_t col_lanes = threads / choice->lanes;
-            if (cols > col_lanes * most_chunks) continue;
-            choice->family = NJI_TILES;
-            choice->chunks = (int)nji_ceil_div(cols, col_lanes);
-            choice->threads =
-                nji_round_up((int)nji_ceil_div(cols, choice->chunks) * choice->lanes, 32);
-            choice->blocks = NJI_TILE_RESIDENT / choice->threads;
-            choice->slices = 1;
-            return;
+/* Registers that a thread of the tiles kernels needs: parameters and their gradients for each column,
+   statistics and sums for each row, the rest. */
+static int nji_tile_registers(const nj_desc *desc, const nji_choice *choice) {
+    int words = nji_accumulator_bytes(desc) / 4;
+    return choice->forward ? words * (2 * choice->chunks + 3 * choice->vec) + 44
+                           : words * (3 * choice->chunks + 5 * choice->vec) + 38;
+}
+
+/* Shared memory of a block of the tiles kernels that they declare themselves. */
+static int nji_tile_static_bytes(const nj_desc *desc, const nji_choice *choice) {
+    int warps = choice->threads / 32, tile = choice->lanes * choice->vec;
+    int slots = choice->stages > 0 ? choice->stages : 1;
+    int head = choice->forward ? (int)nj_dtype_size(desc->dtype)
+                               : 2 * (int)nj_dtype_size(desc->stat_dtype);
+    return warps * tile * (slots * head + 4 * nji_accumulator_bytes(desc));
+}
+
+/* Fills in what follows from lanes, threads and stages. Returns how many tiles a multiprocessor then
+   has in shared memory; 0: the kernel would not fit. */
+static int nji_fit_tiles(const nj_desc *desc, int64_t cols, int arch, nji_choice *choice) {
+    int col_lanes = choice->threads / choice->lanes;
+    int slots = choice->stages > 0 ? choice->stages : 1;
+    int operands = choice->forward || desc->grads == NJ_GRAD_DBETA ? 1 : 2, by_registers;
+    int64_t ring;
+    choice->chunks = (int)nji_ceil_div(cols, col_lanes);
+    col_lanes = (int)nji_ceil_div(cols, choice->chunks); /* fewer may do */
+    choice->threads = nji_round_up(col_lanes * choice->lanes, 32);
+    if (choice->chunks * choice->vec > NJI_TILE_THREAD_ELEMENTS || choice->chunks > 24) return 0;
+    ring = (int64_t)slots * operands * choice->threads * choice->chunks * choice->vec *
+           (int)nj_dtype_size(desc->dtype);
+    if (ring > nji_most_shared(arch)) return 0;
+    choice->shared_bytes = (int)ring;
+    by_registers =
+        65536 / (nji_round_up(nji_tile_registers(desc, choice), 8) * choice->threads);
+    choice->blocks = nji_most_shared(arch) / (choice->shared_bytes + NJI_SHARED_RESERVED +
+                                              nji_tile_static_bytes(desc, choice));
+    choice->blocks = (int)nji_min_i64(choice->blocks, by_registers);
+    choice->blocks = (int)nji_min_i64(choice->blocks, NJI_TILE_RESIDENT / choice->threads);
+    return choice->blocks * slots;
+}
+
+/* Runs as long as they may be while three tiles fit; with many columns shorter ones, then fewer
+   tiles. As few threads as a tile allows: each tile costs a thread some 200 instructions. */
+static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, int arch,
+                          nji_choice *choice) {
+    int size = (int)nj_dtype_size(desc->dtype), wanted, run_bytes, threads;
+    nji_choice cut = *choice;
+    cut.family = NJI_TILES;
+    cut.slices = 1;
+    cut.vec = nji_vec_of(desc, run);
+    cut.stages = arch >= 80 && cut.vec * size >= 4; /* copies of 4 bytes and more run on alone */
+    for (wanted = 3; wanted >= 1; wanted -= 2) {
+        for (run_bytes = NJI_TILE_RUN_BYTES; run_bytes >= cut.vec * size; run_bytes /= 2) {
+            cut.lanes = (int)nji_min_i64(32, run_bytes / (cut.vec * size));
+            for (threads = 32; threads <= NJI_TILE_RESIDENT; threads *= 2) {
+                cut.threads = threads;
+                if (nji_fit_tiles(desc, cols, arch, &cut) < wanted) continue;
+                *choice = cut;
+                return;
+            }
         }
     }
 }
@@ -389,8 +435,11 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
         const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
         int64_t run;
-        if (nji_is_channels_first(desc, &run)) nji_cut_tiles(desc, run, cols, choice);
-        else if (row && !nji_cut_ring(desc, cols, facts->arch, choice)) nji_cut_row(desc, row, cols, facts->arch, choice);
+        if (nji_is_channels_first(desc, &run)) {
+            nji_cut_tiles(desc, run, cols, facts->arch, choice);
+        } else if (row && !nji_cut_ring(desc, cols, facts->arch, choice)) {
+            nji_cut_row(desc, row, cols, facts->arch, choice);
+        }
     }
     if (choice->family == NJI_SPLIT && (choice->forward || (desc->grads & NJ_GRAD_DX))) {
         /* 2 accumulators for each slice of some thousand elements: far from overflow. */
@@ -451,6 +500,7 @@ static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice
     if (choice->family == NJI_TILES) {
         nji_add_option(options, "-DNJI_ROW_LANES=%d", choice->lanes);
         nji_add_option(options, "-DNJI_COL_LANES=%d", choice->threads / choice->lanes);
+        nji_add_option(options, "-DNJI_STAGES=%d", choice->stages);
     } else {
         nji_add_option(options, "-DNJI_LANES=%d", choice->lanes);
         nji_add_option(options, "-DNJI_THREADS=%d", choice->threads);
