@@ -6,14 +6,22 @@
 #include "harness.h"
 
 static int (*simt_launches)(const char *name);
+static int (*set_attribute)(nji_cu_function function, int which, int value);
+
+static int find_in(void *library, const char *name, void *to) {
+    void *symbol = library ? dlsym(library, name) : NULL;
+    memcpy(to, &symbol, sizeof symbol);
+    return symbol != NULL;
+}
 
 static int open_device(const char *capability, const char *multiprocessors) {
     void *library = dlopen(GPU_DRIVER, RTLD_NOW | RTLD_LOCAL);
-    void *symbol = library ? dlsym(library, "simt_launches") : NULL;
-    memcpy(&simt_launches, &symbol, sizeof symbol);
     setenv("NJ_SIMT_CC", capability, 1);
     setenv("NJ_SIMT_SMS", multiprocessors, 1);
-    return symbol ? open_cuda(NULL) : -1;
+    return find_in(library, "simt_launches", &simt_launches) &&
+                   find_in(library, "cuFuncSetAttribute", &set_attribute)
+               ? open_cuda(NULL)
+               : -1;
 }
 
 static int open_sm_90(void **state) {
@@ -40,7 +48,28 @@ enum { BLOCKS = 2, THREADS = 64 };
 typedef struct probe {
     const char *name, *body, *text;
     int is_cluster;
+    unsigned dynamic; /* bytes of shared memory that the launch adds */
 } probe;
+
+#define CODE(...) #__VA_ARGS__
+static const char helpers[] = CODE(
+    NJI_INLINE unsigned at(const void *shared) { return (unsigned)__cvta_generic_to_shared(shared); }
+    NJI_INLINE void copy4(float *to, const float *from) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at(to)), "l"(from) : "memory");
+    }
+    NJI_INLINE void copy16(float *to, const float *from, int filled) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at(to)), "l"(from),
+                     "r"(filled) : "memory");
+    }
+    NJI_INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+    template <int GROUPS> NJI_INLINE void wait() {
+        asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+    }
+    NJI_INLINE void wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+    NJI_INLINE void meet(int barrier, int threads) {
+        asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+    }
+);
 
 #define SETUP                                                                                          \
     "nji_begin(); const int t = threadIdx.x; const float *x = (const float *)p.x.data;"                \
@@ -51,54 +80,119 @@ static const probe probes[] = {
     {"a sound kernel passes",
      SETUP "s[t] = x[t]; __syncthreads(); const float v = nji_swap(s[t ^ 32], 1);"
            "if (first) y[t] = v;",
-     NULL, 0},
+     NULL, 0, 0},
     {"a barrier that some threads do not reach is noticed",
-     SETUP "if (t < 32) __syncthreads(); if (first) y[t] = x[t];", "hangs", 0},
+     SETUP "if (t < 32) __syncthreads(); if (first) y[t] = x[t];", "hangs", 0, 0},
     {"a thread that ends while others wait is noticed",
-     SETUP "if (t == 5) return; __syncthreads(); if (first) y[t] = x[t];", "1 have ended", 0},
+     SETUP "if (t == 5) return; __syncthreads(); if (first) y[t] = x[t];", "1 have ended", 0, 0},
     {"an exchange that lacks a lane is noticed",
-     SETUP "if (first) y[t] = t == 3 ? 0 : nji_swap(x[t], 1);", "to exchange within their warp", 0},
+     SETUP "if (first) y[t] = t == 3 ? 0 : nji_swap(x[t], 1);", "to exchange within their warp", 0, 0},
     {"a read past an operand is noticed", SETUP "if (first) y[t] = x[t + 1];",
-     "thread 63 of block (0, 0) reads 4 bytes of device memory", 0},
+     "thread 63 of block (0, 0) reads 4 bytes of device memory", 0, 0},
     {"a write past an operand is noticed", SETUP "if (first) y[t + 1] = x[t];",
-     "no operand that it may write", 0},
+     "no operand that it may write", 0, 0},
     {"a write to an input is noticed", SETUP "if (first) ((float *)x)[t] = 0;",
-     "no operand that it may write", 0},
+     "no operand that it may write", 0, 0},
     {"a read of an output is noticed", SETUP "if (first) y[t] += x[t];", "no operand that it may read",
-     0},
+     0, 0},
     {"an access to no memory of the device is noticed", SETUP "if (first) y[t] = x[1ll << 40];",
-     "no memory of the device", 0},
+     "no memory of the device", 0, 0},
     {"an access that is not aligned is noticed",
      SETUP "if (first && t == 0) { nji_pack<float, 4> q; q.load(x + 1); q.store(y); }",
-     "CUDA_ERROR_MISALIGNED_ADDRESS", 0},
+     "CUDA_ERROR_MISALIGNED_ADDRESS", 0, 0},
     {"a barrier that is missing before a read is noticed",
-     SETUP "s[t] = x[t]; const float v = s[t ^ 1]; if (first) y[t] = v;", "no barrier is between", 0},
+     SETUP "s[t] = x[t]; const float v = s[t ^ 1]; if (first) y[t] = v;", "no barrier is between", 0, 0},
     {"a barrier that is missing after a read is noticed",
      SETUP "s[t] = x[t]; __syncthreads(); const float v = s[t ^ 1]; s[t] = 0; if (first) y[t] = v;",
-     "no barrier is between", 0},
+     "no barrier is between", 0, 0},
     {"two threads that write one element are noticed", SETUP "y[t] = x[t];",
-     "of block 0 wrote it, no barrier is between", 0},
+     "of block 0 wrote it, no barrier is between", 0, 0},
     {"memory touched before earlier kernels have ended is noticed",
      "if (threadIdx.x == 0 && blockIdx.x == 0) *(float *)p.y.data = *(const float *)p.x.data;",
-     "before it waits for earlier kernels", 0},
+     "before it waits for earlier kernels", 0, 0},
     {"blocks of a cluster exchange shared memory",
      SETUP "nji_cluster_sync(); nji_cluster_store(&s[t], 1 - blockIdx.x, x[t ^ 33]);"
            "nji_cluster_sync(); if (first) y[t] = s[t];",
-     NULL, 1},
+     NULL, 1, 0},
     {"a missing barrier of the cluster is noticed",
      SETUP "nji_cluster_sync(); s[t] = 0; nji_cluster_store(&s[t], 1 - blockIdx.x, x[t]); nji_cluster_sync();"
            "if (first) y[t] = s[t];",
-     "no barrier is between", 1},
+     "no barrier is between", 1, 0},
     {"a store to a block that may not have begun is noticed",
      SETUP "nji_cluster_store(&s[t], 1 - blockIdx.x, x[t]); nji_cluster_sync();",
-     "may not have begun", 1},
+     "may not have begun", 1, 0},
     {"a cluster barrier that a block does not reach is noticed",
-     SETUP "if (first) nji_cluster_sync();", "64 at one of the cluster", 1},
+     SETUP "if (first) nji_cluster_sync();", "64 at one of the cluster", 1, 0},
     {"a store past a cluster is noticed",
      SETUP "nji_cluster_sync(); nji_cluster_store(&s[t], 2, x[t]); nji_cluster_sync();",
-     "of block 2 of its cluster", 1},
+     "of block 2 of its cluster", 1, 0},
+    {"a warp's barrier orders its lanes",
+     SETUP "s[t] = x[t ^ 32]; __syncwarp(); if (first) y[t] = s[t ^ 1];", NULL, 0, 0},
+    {"a warp's barrier does not order other warps",
+     SETUP "s[t] = x[t]; __syncwarp(); if (first) y[t] = s[t ^ 32];", "no barrier is between", 0, 0},
+    {"a warp's barrier that lacks a lane is noticed", SETUP "if (t != 3) __syncwarp();",
+     "31 for their warp, 33 have ended", 0, 0},
+    {"a named barrier orders those who meet there",
+     SETUP "s[t] = x[t ^ 32]; meet(1 + t / 32, 32); if (first) y[t] = s[t ^ 1];", NULL, 0, 0},
+    {"a named barrier does not order others",
+     SETUP "s[t] = x[t]; meet(1 + t / 32, 32); if (first) y[t] = s[t ^ 32];", "no barrier is between",
+     0, 0},
+    {"a named barrier that some do not reach is noticed", SETUP "if (t < 32) meet(1, 64);",
+     "32 threads wait at a barrier", 0, 0},
+    {"a named barrier of two sizes is noticed", SETUP "meet(1, t < 32 ? 32 : 64);", "at barrier 1, one expects 32", 0, 0},
+    {"a named barrier of half a warp is noticed", SETUP "meet(1, 16);",
+     "meets 16 threads at barrier 1", 0, 0},
+    {"a barrier tells whether all agree",
+     SETUP "const int all = __syncthreads_and(t < 64), most = __syncthreads_and(t != 5);"
+           "if (first) y[t] = all && !most ? x[t ^ 33] : 0;",
+     NULL, 0, 0},
+    {"a lane may take any lane's value",
+     SETUP "const float v = __shfl_sync(~0u, x[t ^ 32], t ^ 1); if (first) y[t] = v;", NULL, 0, 0},
+    {"a copy that is waited for passes",
+     SETUP "copy4(s + t, x + (t ^ 33)); commit(); wait<0>(); if (first) y[t] = s[t];", NULL, 0, 0},
+    {"a copy that is not waited for is noticed",
+     SETUP "copy4(s + t, x + t); commit(); if (first) y[t] = s[t];",
+     "of block 0 is under way", 0, 0},
+    {"a copy of an older group may be read",
+     SETUP "__shared__ float r[64]; copy4(s + t, x + (t ^ 33)); commit(); copy4(r + t, x + t); commit();"
+           "wait<1>(); if (first) y[t] = s[t];",
+     NULL, 0, 0},
+    {"a copy of a group that is not waited for is noticed",
+     SETUP "__shared__ float r[64]; copy4(r + t, x + t); commit(); copy4(s + t, x + t); commit();"
+           "wait<1>(); if (first) y[t] = s[t];",
+     "is under way", 0, 0},
+    {"a copy without a group is noticed", SETUP "copy4(s + t, x + t); wait<0>(); if (first) y[t] = s[t];",
+     "is under way", 0, 0},
+    {"a copy and a barrier serve other threads",
+     SETUP "copy4(s + t, x + t); wait_all(); __syncthreads(); if (first) y[t] = s[t ^ 33];", NULL, 0, 0},
+    {"a copy that only its thread waited for is noticed",
+     SETUP "copy4(s + t, x + t); wait_all(); if (first) y[t] = s[t ^ 1];", "no barrier is between", 0, 0},
+    {"a copy over what others may still read is noticed",
+     SETUP "s[t] = 0; __syncthreads(); const float v = s[t ^ 1]; copy4(s + t, x + t); wait_all();"
+           "if (first) y[t] = v;",
+     "no barrier is between", 0, 0},
+    {"a copy over one that is under way is noticed", SETUP "copy4(s + t, x + t); copy4(s + t, x + t);",
+     "writes 4 bytes of shared memory at +0: a copy", 0, 0},
+    {"a copy from past an operand is noticed", SETUP "copy4(s + t, x + t + 1);",
+     "no operand that it may read", 0, 0},
+    {"a copy to past shared memory is noticed", SETUP "copy4(s + t + 1, x + t);", "for shared memory",
+     0, 0},
+    {"zeros fill what a copy leaves",
+     SETUP "if (t % 4 == 0) copy16(s + t, x + t, t < 32 ? 16 : 0); wait_all(); __syncthreads();"
+           "if (first) y[t] = t < 32 ? s[t ^ 1] + 32 : x[t ^ 33] + s[t];",
+     NULL, 0, 0},
+    {"a copy that is not aligned is noticed", SETUP "if (t == 0) copy16(s, x + 1, 16);",
+     "CUDA_ERROR_MISALIGNED_ADDRESS", 0, 0},
+    {"a launch brings shared memory",
+     SETUP "extern __shared__ __align__(16) unsigned char bytes[]; float *more = (float *)bytes;"
+           "s[t] = 0; more[t] = x[t]; __syncthreads(); if (first) y[t] = more[t ^ 33];",
+     NULL, 0, 64 * sizeof(float)},
+    {"shared memory past what a launch brings is noticed",
+     SETUP "extern __shared__ __align__(16) unsigned char bytes[]; float *more = (float *)bytes;"
+           "more[t] = x[t];",
+     "thread 63 of block (0, 0) writes 4 bytes at", 0, 63 * sizeof(float)},
     {"PTX that the host does not know does not compile",
-     SETUP "asm volatile(\"membar.gl;\" ::: \"memory\");", "ptx_membar_gl", 0},
+     SETUP "asm volatile(\"membar.gl;\" ::: \"memory\");", "ptx_membar_gl", 0, 0},
 };
 
 /* The strided program with neither of its kernels is our types and helpers; the probe follows. */
@@ -106,11 +200,12 @@ static const char **probe_lines(const char *body) {
     size_t count = 0;
     const char **lines;
     while (nji_program_strided[count]) count++;
-    lines = (const char **)calloc(count + 4, sizeof *lines);
+    lines = (const char **)calloc(count + 5, sizeof *lines);
     memcpy(lines, nji_program_strided, count * sizeof *lines);
-    lines[count] = "extern \"C\" __global__ void nj_probe_forward(NJI_PARAMETER p) {\n";
-    lines[count + 1] = body;
-    lines[count + 2] = "\n}\n";
+    lines[count] = helpers;
+    lines[count + 1] = "\nextern \"C\" __global__ void nj_probe_forward(NJI_PARAMETER p) {\n";
+    lines[count + 2] = body;
+    lines[count + 3] = "\n}\n";
     return lines;
 }
 
@@ -147,9 +242,25 @@ static nji_problem probe_problem(float *x, float *y) {
     return p;
 }
 
+static int launch_probe(void *function, unsigned dynamic, nji_problem *p) {
+    nji_cu_launch_attribute attribute = {0};
+    nji_cu_launch_config config = {0};
+    void *parameters[1];
+    parameters[0] = p;
+    attribute.id = NJI_CU_LAUNCH_PROGRAMMATIC_SERIALIZATION;
+    attribute.value.programmatic_serialization = 1;
+    config.grid_x = BLOCKS;
+    config.block_x = THREADS;
+    config.grid_y = config.grid_z = config.block_y = config.block_z = 1;
+    config.shared_bytes = dynamic;
+    config.stream = bed.gpu.stream;
+    config.attributes = &attribute;
+    config.attribute_count = 1;
+    return bed.ctx->cuda.driver.cuLaunchKernelEx(&config, function, parameters, NULL);
+}
+
 static void the_host_notices(void **state) {
     const probe *row = (const probe *)*state;
-    const nji_grid grid = nji_grid_of(BLOCKS, 1, THREADS, 1);
     float values[THREADS], *x, *y;
     void *function = NULL;
     nji_problem p;
@@ -161,8 +272,10 @@ static void the_host_notices(void **state) {
     y = (float *)gpu_alloc(&bed.gpu, 2 * sizeof values);
     require_gpu_ok(x && y && gpu_upload(&bed.gpu, x, values, sizeof values));
     p = probe_problem(x, y);
-    if (status == NJ_OK)
-        status = nji_launch(&bed.ctx->cuda, function, &grid, &p, bed.gpu.stream, "the_host_notices");
+    if (status == NJ_OK) {
+        int result = launch_probe(function, row->dynamic, &p);
+        if (result) status = nji_driver_fail(&bed.ctx->cuda.driver, result, "the_host_notices", "launch");
+    }
     if (row->text) {
         assert_int_not_equal(status, NJ_OK);
         if (!strstr(nj_last_error(), row->text)) fail_msg("the error is %s", nj_last_error());
@@ -173,6 +286,22 @@ static void the_host_notices(void **state) {
     }
     gpu_free(&bed.gpu, x);
     gpu_free(&bed.gpu, y);
+}
+
+static void shared_memory_beyond_48_kilobytes_must_be_asked_for(void **state) {
+    static const probe empty = {"", "", NULL, 0, 0};
+    const int most_dynamic = 8, limit = 227 << 10;
+    nji_problem p = probe_problem(NULL, NULL);
+    void *function;
+    (void)state;
+    need_backend();
+    require_ok(compile_probe(&empty, &function));
+    assert_int_equal(launch_probe(function, 48 << 10, &p), 0);
+    assert_int_not_equal(launch_probe(function, (48 << 10) + 1, &p), 0);
+    assert_int_not_equal(set_attribute(function, most_dynamic, limit + 1), 0);
+    assert_int_equal(set_attribute(function, most_dynamic, limit), 0);
+    assert_int_equal(launch_probe(function, (unsigned)limit, &p), 0);
+    assert_int_not_equal(launch_probe(function, (unsigned)limit + 1, &p), 0);
 }
 
 /* ---- the geometry of a choice, and which of it the cases reached ---------------------------- */
@@ -508,6 +637,7 @@ static size_t add_cases(struct CMUnitTest *tests, const simt_case *rows, size_t 
 
 static int run_on_sm_90(void) {
     static const struct CMUnitTest plain[] = {
+        cmocka_unit_test(shared_memory_beyond_48_kilobytes_must_be_asked_for),
         cmocka_unit_test(gradients_may_be_wanted_one_by_one_and_added),
         cmocka_unit_test(neither_gamma_nor_beta_need_be_there),
         cmocka_unit_test(outputs_may_replace_inputs),

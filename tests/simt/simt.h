@@ -13,17 +13,25 @@ typedef struct simt_thread {
     simt_index thread, block, threads, blocks; /* threadIdx, blockIdx, blockDim, gridDim */
 } simt_thread;
 
-/* What a thread of a kernel asks for. A fault does not return. */
+/* What a thread of a kernel asks for. A fault does not return. Addresses of shared memory are those of
+   the cluster's window: the block's rank above, the offset below. */
 typedef struct simt_host {
     /* Before every access to memory that is not the compiler's own. */
     void (*access)(const void *address, size_t bytes, int writes);
-    void (*barrier)(void);
-    void (*cluster_barrier)(void);
-    /* The value of the lane whose number differs by the bits of mask. All 32 lanes take part. */
-    unsigned long long (*exchange)(unsigned long long value, unsigned mask);
-    /* The cluster's window on shared memory: the block's rank above, the offset below. */
+    /* 0 threads: all of the block. Whether the predicate holds for all who meet. */
+    int (*barrier)(int number, unsigned threads, int predicate);
+    void (*warp_barrier)(unsigned mask);
+    void (*cluster_arrive)(void);
+    void (*cluster_wait)(void);
+    /* The value of another lane. All 32 lanes take part. */
+    unsigned long long (*exchange)(unsigned long long value, unsigned lane);
     unsigned (*shared_address)(const void *address);
     void (*store_cluster)(unsigned address, const void *value, size_t bytes);
+    /* `filled` bytes come from global memory, zeros are the rest. */
+    void (*copy)(unsigned to, const void *from, int bytes, int filled);
+    void (*commit_copies)(void);
+    /* Until no more than so many groups are under way; -1: nor any copy without a group. */
+    void (*wait_for_copies)(int groups);
     void (*wait_for_earlier_kernels)(void);
     void (*prefetch)(unsigned long long address, long long bytes);
 } simt_host;
@@ -36,6 +44,7 @@ typedef struct simt_object {
     int element_bytes;   /* of NJI_X */
     int slices, cluster; /* of a row; blocks of a cluster, 1 = none */
     char *shared_begin, *shared_end;
+    char *dynamic_begin, *dynamic_end; /* room for what a launch adds */
     /* Set by the driver: */
     const simt_host *host;
     const simt_thread *thread; /* the one that runs */

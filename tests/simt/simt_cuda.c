@@ -18,7 +18,11 @@
 
 enum { INVALID_IMAGE = 200, NO_BINARY_FOR_GPU = 209, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
 
-enum { MOST_THREADS = 1024, MOST_SHARED = 48 << 10, DEPENDENT_LAUNCH = 6 /* launch attribute */ };
+enum {
+    USUAL_SHARED = 48 << 10, /* bytes of a block that a function has without asking */
+    USUAL_CLUSTER = 8,       /* blocks, likewise */
+    DEPENDENT_LAUNCH = 6     /* launch attribute */
+};
 
 typedef struct module module;
 
@@ -27,6 +31,8 @@ typedef struct function {
     module *module;
     simt_kernel kernel;
     char name[64];
+    int dynamic_shared; /* bytes that it asked for; 0: it did not */
+    int is_large;       /* clusters may have more than 8 blocks */
 } function;
 
 struct module {
@@ -132,12 +138,25 @@ static int capability(void) {
     return number_of("NJ_SIMT_CC", 90);
 }
 
+/* Most bytes of shared memory that a block may ask for. */
+static int most_shared(void) {
+    switch (capability()) {
+    case 75: return 64 << 10;
+    case 80: return 163 << 10;
+    case 90:
+    case 100: return 227 << 10;
+    default: return 99 << 10;
+    }
+}
+
 int cuDeviceGetAttribute(int *value, int which, int device) {
     (void)device;
     switch (which) {
+    case 8: *value = USUAL_SHARED; return SIMT_SUCCESS;
     case 16: *value = number_of("NJ_SIMT_SMS", 132); return SIMT_SUCCESS;
     case 75: *value = capability() / 10; return SIMT_SUCCESS;
     case 76: *value = capability() % 10; return SIMT_SUCCESS;
+    case 97: *value = most_shared(); return SIMT_SUCCESS;
     default: return SIMT_INVALID_VALUE;
     }
 }
@@ -214,6 +233,11 @@ static void *load_image(const unsigned char *image) {
     return library;
 }
 
+/* Dynamic shared memory follows what the program declares, as simt_device.h asks the linker. */
+static int is_behind(const simt_object *object) {
+    return object->dynamic_begin == object->dynamic_end || object->dynamic_begin >= object->shared_end;
+}
+
 int cuModuleLoadDataEx(void **out, const void *image, unsigned option_count, int *options,
                        void **values) {
     module *made;
@@ -225,7 +249,8 @@ int cuModuleLoadDataEx(void **out, const void *image, unsigned option_count, int
     made->object = made->library ? (simt_object *)dlsym(made->library, "simt_this") : NULL;
     if (!made->object) result = INVALID_IMAGE;
     else if (made->object->arch != capability()) result = NO_BINARY_FOR_GPU;
-    else if (made->object->shared_end - made->object->shared_begin > MOST_SHARED) result = INVALID_IMAGE;
+    else if (simt_shared_bytes(made->object, 0) > USUAL_SHARED || !is_behind(made->object))
+        result = INVALID_IMAGE;
     if (result == SIMT_SUCCESS) {
         *out = made;
         return SIMT_SUCCESS;
@@ -262,12 +287,34 @@ int cuModuleGetFunction(void **out, void *handle, const char *name) {
     return SIMT_SUCCESS;
 }
 
+int cuFuncSetAttribute(void *handle, int which, int value) {
+    function *f = handle;
+    switch (which) {
+    case 8: /* most bytes of dynamic shared memory */
+        if (value < 0 || simt_shared_bytes(f->module->object, 0) + (size_t)value > (size_t)most_shared())
+            return SIMT_INVALID_VALUE;
+        f->dynamic_shared = value;
+        return SIMT_SUCCESS;
+    case 14: /* clusters of a size that not every device has */
+        f->is_large = value;
+        return capability() >= 90 ? SIMT_SUCCESS : SIMT_INVALID_VALUE;
+    default: return SIMT_INVALID_VALUE;
+    }
+}
+
 /* ---- launches ------------------------------------------------------------------------------- */
 
 static int is_shape(const config *c) {
     const unsigned *grid = c->grid, *block = c->block;
     return grid[0] && grid[0] <= 0x7fffffffu && grid[1] && grid[1] <= 65535 && grid[2] == 1 &&
-           block[0] && block[1] && block[2] == 1 && block[0] * block[1] <= MOST_THREADS && !c->shared;
+           block[0] && block[1] && block[2] == 1 && block[0] * block[1] <= SIMT_THREADS;
+}
+
+static int is_granted(const config *c, const function *f) {
+    const simt_object *object = f->module->object;
+    const size_t usual = USUAL_SHARED - simt_shared_bytes(object, 0), asked = (size_t)f->dynamic_shared;
+    return c->shared <= (usual > asked ? usual : asked) &&
+           object->cluster <= (f->is_large ? SIMT_CLUSTER : USUAL_CLUSTER);
 }
 
 static int *launches_of(const char *name) {
@@ -290,11 +337,12 @@ static int launch(const config *c, const function *f, void **parameters) {
     simt_launch launch;
     unsigned i;
     int result;
-    if (!is_shape(c) || !parameters || !parameters[0]) return SIMT_INVALID_VALUE;
+    if (!is_shape(c) || !is_granted(c, f) || !parameters || !parameters[0]) return SIMT_INVALID_VALUE;
     memset(&launch, 0, sizeof launch);
     launch.object = f->module->object;
     launch.kernel = f->kernel;
     launch.name = f->name;
+    launch.dynamic_bytes = c->shared;
     launch.blocks.x = c->grid[0];
     launch.blocks.y = c->grid[1];
     launch.blocks.z = launch.threads.z = 1;
@@ -413,7 +461,6 @@ int cuStreamIsCapturing(void *stream, int *status) {
     int name(void) {                                                                                   \
         return NOT_SUPPORTED;                                                                          \
     }
-NOT_SUPPORTED_HERE(cuFuncSetAttribute)
 NOT_SUPPORTED_HERE(cuFuncGetAttribute)
 NOT_SUPPORTED_HERE(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 NOT_SUPPORTED_HERE(cuThreadExchangeStreamCaptureMode)

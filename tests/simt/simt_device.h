@@ -29,11 +29,22 @@ typedef unsigned int uint4 __attribute__((vector_size(16)));
 
 #ifndef NJI_SLICES
 #define NJI_SLICES 1
-#define NJI_CLUSTER 0
 #endif
+#ifndef NJI_CLUSTER
+#define NJI_CLUSTER (NJI_SLICES > 1)
+#endif
+
+// `extern __shared__ T name[]` arrives as `SIMT_DYNAMIC T name[SIMT_DYNAMIC_COUNT]`: as long as any
+// launch may want it, behind what the program declares. The driver keeps to the launch's size.
+#define SIMT_DYNAMIC static __attribute__((section("simt_shared_dynamic"), used))
+#define SIMT_DYNAMIC_COUNT 232448
+__asm__(".section simt_shared, \"aw\"\n.balign 128\n"
+        ".section simt_shared_dynamic, \"aw\"\n.balign 128\n.text");
 
 extern "C" char __start_simt_shared[] __attribute__((weak, visibility("hidden")));
 extern "C" char __stop_simt_shared[] __attribute__((weak, visibility("hidden")));
+extern "C" char __start_simt_shared_dynamic[] __attribute__((weak, visibility("hidden")));
+extern "C" char __stop_simt_shared_dynamic[] __attribute__((weak, visibility("hidden")));
 SIMT_EXPORT simt_object simt_this;
 
 // The program's last line.
@@ -44,6 +55,8 @@ SIMT_EXPORT simt_object simt_this;
                              NJI_CLUSTER ? NJI_SLICES : 1,                                             \
                              __start_simt_shared,                                                      \
                              __stop_simt_shared,                                                       \
+                             __start_simt_shared_dynamic,                                              \
+                             __stop_simt_shared_dynamic,                                               \
                              nullptr,                                                                  \
                              nullptr};
 
@@ -102,29 +115,39 @@ __attribute__((const)) SIMT_PLAIN simt_index simt_grid_extent() {
 #define gridDim simt_grid_extent()
 
 SIMT_PLAIN void __syncthreads() {
-    simt_this.host->barrier();
+    simt_this.host->barrier(0, 0, 0);
+}
+SIMT_PLAIN int __syncthreads_and(int predicate) {
+    return simt_this.host->barrier(0, 0, predicate);
+}
+SIMT_PLAIN void ptx_bar_sync(int number, unsigned threads) {
+    simt_this.host->barrier(number, threads, 0);
+}
+SIMT_PLAIN void __syncwarp(unsigned mask = 0xffffffffu) {
+    simt_this.host->warp_barrier(mask);
 }
 
-SIMT_PLAIN float __shfl_xor_sync(unsigned, float value, int mask) {
-    union {
-        unsigned long long all;
-        float value;
-    } word = {0};
-    word.value = value;
-    word.all = simt_this.host->exchange(word.all, mask);
-    return word.value;
+template <typename T> SIMT_PLAIN T simt_exchange(T value, unsigned lane) {
+    unsigned long long word = 0;
+    static_assert(sizeof value <= sizeof word, "one register or two");
+    __builtin_memcpy(&word, &value, sizeof value);
+    word = simt_this.host->exchange(word, lane);
+    __builtin_memcpy(&value, &word, sizeof value);
+    return value;
 }
-SIMT_PLAIN double __shfl_xor_sync(unsigned, double value, int mask) {
-    union {
-        unsigned long long all;
-        double value;
-    } word = {0};
-    word.value = value;
-    word.all = simt_this.host->exchange(word.all, mask);
-    return word.value;
+template <typename T> SIMT_PLAIN T __shfl_sync(unsigned, T value, int lane) {
+    return simt_exchange(value, lane & 31);
+}
+template <typename T> SIMT_PLAIN T __shfl_xor_sync(unsigned, T value, int mask) {
+    const simt_thread *at = simt_this.thread;
+    return simt_exchange(value, ((at->thread.x + at->thread.y * at->threads.x) & 31) ^ mask);
 }
 
 // ---- arithmetic ---------------------------------------------------------------------------------
+
+// No product melts into a sum here.
+#define __fmul_rn(a, b) ((float)(a) * (float)(b))
+#define __dmul_rn(a, b) ((double)(a) * (double)(b))
 
 #define sqrtf __builtin_sqrtf
 #define sqrt __builtin_sqrt
@@ -138,6 +161,13 @@ static inline float __uint_as_float(unsigned word) {
     float value;
     __builtin_memcpy(&value, &word, sizeof value);
     return value;
+}
+
+SIMT_PLAIN void ptx_mov_b32(float &to, float from) {
+    to = from;
+}
+SIMT_PLAIN void ptx_mov_b64(double &to, double from) {
+    to = from;
 }
 
 SIMT_PLAIN void ptx_cvt_f32_f16(float &to, unsigned short from) {
@@ -191,7 +221,7 @@ SIMT_PLAIN void ptx_cvt_rn_bf16x2_f32(unsigned &to, float upper, float lower) {
     to = (unsigned)half[1] << 16 | half[0];
 }
 
-// ---- clusters, dependent launch, prefetch -------------------------------------------------------
+// ---- addresses ----------------------------------------------------------------------------------
 
 SIMT_PLAIN size_t __cvta_generic_to_shared(const void *address) {
     return simt_this.host->shared_address(address);
@@ -200,11 +230,51 @@ SIMT_PLAIN size_t __cvta_generic_to_global(const void *address) {
     return (size_t)address;
 }
 
-// The pair is one barrier: nothing stands between its halves in our kernels.
+// What "l" takes: a pointer or an integer.
+struct simt_global {
+    void *at;
+    template <typename T> simt_global(T from) : at((void *)from) {
+    }
+};
+
+// ---- loads and copies ---------------------------------------------------------------------------
+
+template <typename T> SIMT_PLAIN T __ldcg(const T *from) {
+    simt_this.host->access(from, sizeof *from, 0);
+    return *from;
+}
+
+#if __CUDA_ARCH__ >= 800
+SIMT_PLAIN void ptx_cp_async_ca_shared_global(unsigned to, simt_global from, int bytes, int filled) {
+    simt_this.host->copy(to, from.at, bytes == 4 || bytes == 8 || bytes == 16 ? bytes : 0, filled);
+}
+SIMT_PLAIN void ptx_cp_async_ca_shared_global(unsigned to, simt_global from, int bytes) {
+    ptx_cp_async_ca_shared_global(to, from, bytes, bytes);
+}
+SIMT_PLAIN void ptx_cp_async_cg_shared_global(unsigned to, simt_global from, int bytes, int filled) {
+    simt_this.host->copy(to, from.at, bytes == 16 ? bytes : 0, filled);
+}
+SIMT_PLAIN void ptx_cp_async_cg_shared_global(unsigned to, simt_global from, int bytes) {
+    ptx_cp_async_cg_shared_global(to, from, bytes, bytes);
+}
+SIMT_PLAIN void ptx_cp_async_commit_group() {
+    simt_this.host->commit_copies();
+}
+SIMT_PLAIN void ptx_cp_async_wait_group(int groups) {
+    simt_this.host->wait_for_copies(groups);
+}
+SIMT_PLAIN void ptx_cp_async_wait_all() {
+    simt_this.host->wait_for_copies(-1);
+}
+#endif
+
+// ---- clusters, dependent launch, prefetch -------------------------------------------------------
+
 SIMT_PLAIN void ptx_barrier_cluster_arrive_release_aligned() {
+    simt_this.host->cluster_arrive();
 }
 SIMT_PLAIN void ptx_barrier_cluster_wait_acquire_aligned() {
-    simt_this.host->cluster_barrier();
+    simt_this.host->cluster_wait();
 }
 
 SIMT_PLAIN void ptx_mapa_shared__cluster_u32(unsigned &there, unsigned here, int rank) {

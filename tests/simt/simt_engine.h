@@ -1,10 +1,13 @@
-/* Rooms of the SIMT host's driver: simt_cuda.c is the interface, simt_run.c runs a kernel, simt_memory.c
-   judges its accesses. One launch at a time. */
+/* Rooms of the SIMT host's driver: simt_cuda.c is the interface, simt_run.c runs a kernel, simt_calls.c
+   does what its threads ask for, simt_memory.c judges their accesses by the clocks of simt_clock.c. One
+   launch at a time. */
 #ifndef SIMT_ENGINE_H
 #define SIMT_ENGINE_H
 
+#include <setjmp.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <ucontext.h>
 
 #include "../../ptx_src/nj_abi.h"
 #include "simt.h"
@@ -18,16 +21,42 @@ enum {
     SIMT_LAUNCH_FAILED = 719
 };
 
+enum { SIMT_WARP = 32, SIMT_THREADS = 1024, SIMT_CLUSTER = 16, SIMT_STACK = 128 << 10 };
+
+/* ---- simt_clock.c --------------------------------------------------------------------------- */
+
+/* What is known to be over: of each thread, all that it did before a time. Threads are numbered through
+   the grid, time counts what orders threads. NULL knows nothing. */
+typedef struct simt_clock {
+    uint32_t holders;
+    uint32_t first, count; /* threads */
+    uint32_t time[];
+} simt_clock;
+
+simt_clock *simt_clock_hold(simt_clock *clock);
+void simt_clock_drop(simt_clock *clock);
+/* Drops what was there. */
+void simt_clock_set(simt_clock **at, simt_clock *held);
+/* What either knows; the caller holds it. */
+simt_clock *simt_clock_join(simt_clock *a, simt_clock *b);
+/* From now on `*at` knows what the thread did before that time. */
+void simt_clock_put(simt_clock **at, uint32_t thread, uint32_t time);
+int simt_clock_knows(const simt_clock *clock, uint32_t thread, uint32_t time);
+
+/* Where threads leave what they know for others. */
+typedef struct simt_signal {
+    simt_clock *clock;
+    simt_clock *latest; /* the clock that came in last: most threads bring the same */
+} simt_signal;
+
+void simt_signal_clear(simt_signal *signal);
 /* ---- simt_memory.c -------------------------------------------------------------------------- */
 
-/* A thread as far as the order of accesses goes. Times are counts of barriers and of blocks begun: two
-   threads of a block are ordered by a barrier of the block, two of a cluster by one of the cluster,
-   any others by nothing. */
+/* A thread as far as the order of accesses goes. */
 typedef struct simt_actor {
-    uint32_t thread, block, cluster; /* numbers in the grid */
-    uint32_t block_time;             /* of the block's latest barrier */
-    uint32_t cluster_time;           /* of the cluster's latest barrier */
-    uint32_t block_threads, cluster_blocks;
+    uint32_t thread;
+    uint32_t now;      /* the time at which it last told others what it did */
+    simt_clock *clock; /* what it knows of others */
 } simt_actor;
 
 typedef struct simt_cell simt_cell;
@@ -35,12 +64,16 @@ typedef struct simt_cell simt_cell;
 /* A stretch of device memory, or the shared memory of a block. */
 typedef struct simt_space {
     unsigned char *begin;
-    size_t bytes;
+    size_t bytes, room; /* room: of the cells */
     unsigned char *may; /* of each byte: 1 = it may be read, 2 = written; NULL: both */
     simt_cell *cells;   /* of each 2 bytes: who was there */
     uint32_t start;     /* what happened before this time is forgotten */
     struct simt_space *next;
 } simt_space;
+
+enum { SIMT_READ = 0, SIMT_WRITE = 1, SIMT_STRONG = 2 /* of a flag: needs no order among its like */ };
+
+#define SIMT_UNDER_WAY UINT32_MAX /* a time: not over yet, whoever asks */
 
 /* Device memory, aligned to 256 bytes; NULL: there is none left. */
 void *simt_memory_alloc(size_t bytes);
@@ -55,9 +88,26 @@ void simt_memory_open(const simt_object *object, const nji_problem *problem, int
 /* Empty cells for shared memory. */
 void simt_space_reset(simt_space *space, unsigned char *begin, size_t bytes, uint32_t time);
 
-/* Notes an access that lies in the space. 1, or 0 with the reason: not open, or not ordered. */
-int simt_space_access(simt_space *space, const void *address, size_t bytes, int writes,
-                      const simt_actor *actor, char *reason, size_t reason_size);
+/* Why an access that lies in the space is wrong. */
+typedef enum simt_verdict {
+    SIMT_FINE,
+    SIMT_NOT_OPEN,
+    SIMT_AFTER_COPY, /* that is under way */
+    SIMT_AFTER_WRITE,
+    SIMT_AFTER_READ
+} simt_verdict;
+
+typedef struct simt_reason {
+    simt_verdict verdict;
+    uint32_t thread; /* that was there before */
+} simt_reason;
+
+/* Notes an access; how: SIMT_READ or SIMT_WRITE, maybe with SIMT_STRONG. */
+simt_reason simt_space_access(simt_space *space, const void *address, size_t bytes, int how,
+                              const simt_actor *actor);
+/* Says when a thread wrote there, after simt_space_access found that it may. */
+void simt_space_date(simt_space *space, const void *address, size_t bytes, uint32_t thread,
+                     uint32_t time);
 
 /* ---- simt_run.c ----------------------------------------------------------------------------- */
 
@@ -68,10 +118,106 @@ typedef struct simt_launch {
     simt_kernel kernel;
     const char *name;
     simt_index blocks, threads;
-    int is_dependent; /* may begin before the kernels ahead of it have ended */
+    size_t dynamic_bytes; /* of shared memory */
+    int is_dependent;     /* may begin before the kernels ahead of it have ended */
 } simt_launch;
+
+typedef enum simt_state {
+    SIMT_READY,
+    SIMT_AT_BARRIER,
+    SIMT_AT_CLUSTER_BARRIER,
+    SIMT_AT_WARP_BARRIER,
+    SIMT_AT_EXCHANGE,
+    SIMT_DONE,
+    SIMT_STATES
+} simt_state;
+
+typedef struct simt_block simt_block;
+typedef struct simt_cluster simt_cluster;
+
+/* A copy of cp.async, from the instruction to the wait for it. */
+typedef struct simt_copy {
+    unsigned char *to;
+    const void *from;
+    size_t bytes, filled; /* filled: from the source; zeros follow */
+    unsigned group;
+} simt_copy;
+
+/* A thread. */
+typedef struct simt_fiber {
+    ucontext_t begin;
+    jmp_buf at;
+    char *stack;
+    int has_begun;
+    void *shadow; /* of the address sanitizer */
+    simt_state state;
+    simt_thread place;
+    simt_block *block;
+    uint32_t number;          /* in the block */
+    simt_actor actor;
+    int has_waited;           /* for earlier kernels */
+    /* What it waits with: */
+    unsigned long long value; /* exchanged; at a barrier: a predicate */
+    unsigned lane;            /* whose value it takes */
+    int barrier;              /* its number */
+    uint32_t expected;        /* threads at that barrier */
+    uint32_t cluster_arrivals, cluster_waits;
+    /* Its copies under way, oldest first, and its groups committed so far. */
+    simt_copy *copies;
+    int copy_count, copy_room;
+    unsigned group;
+} simt_fiber;
+
+struct simt_block {
+    simt_cluster *cluster;
+    uint32_t number, rank;
+    simt_fiber **fibers;
+    simt_space space;
+    unsigned char *image; /* of its shared memory while another block's is in place */
+    size_t image_room;
+};
+
+struct simt_cluster {
+    uint32_t number;
+    simt_fiber **fibers; /* block by block */
+    uint32_t fiber_room;
+    simt_block blocks[SIMT_CLUSTER];
+    /* Its barrier: */
+    uint32_t arrived, phase;
+    simt_signal arriving;
+    simt_clock *passed; /* the phase before */
+};
+
+/* The launch that runs. */
+typedef struct simt_machine {
+    const simt_launch *launch;
+    const nji_problem *problem;
+    uint32_t block_threads, cluster_blocks;
+    uint32_t time;
+    simt_fiber *current;
+    simt_block *in_place; /* whose shared memory lies where the kernel sees it */
+    int result;
+} simt_machine;
+
+extern simt_machine simt_now;
 
 /* Runs every block. A CUresult; of a failure, fault says more. */
 int simt_run(const simt_launch *launch, const nji_problem *problem, char *fault, size_t fault_size);
+
+/* For simt_calls.c. Lets others go on; returns when the state is SIMT_READY again. */
+void simt_wait(simt_state why);
+/* Ends the launch from a thread of it. */
+_Noreturn void simt_fault(int result, const char *format, ...);
+/* Of a block: what the program declares, and what the launch adds. */
+size_t simt_shared_bytes(const simt_object *object, size_t dynamic_bytes);
+/* Where a block's shared memory lies at the moment. */
+unsigned char *simt_shared_of(const simt_block *block);
+
+/* ---- simt_calls.c --------------------------------------------------------------------------- */
+
+extern const simt_host simt_calls;
+
+/* From now on each of the threads knows what all of them did. */
+void simt_order(simt_fiber *const *group, uint32_t count);
 
 #endif

@@ -1,7 +1,6 @@
 /* Device memory, and a judge of accesses to it and to shared memory: that the bytes belong to an operand
    which the kernel may read or write, and that no two threads touch the same bytes, one of them writing,
-   without a barrier between. */
-#include <stdio.h>
+   unless the second knows that the first is done. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,16 +10,23 @@ enum { MAY_READ = 1, MAY_WRITE = 2, CELL = 2 /* bytes: no element is smaller */ 
 
 #define MOST_BYTES ((size_t)256 << 20)
 
-/* The latest write and the latest reads of some bytes. Times below a space's start mean never. */
+/* The latest write and the reads since. Times below a space's start mean never. */
 struct simt_cell {
-    uint32_t writer, written; /* thread and the time of its block */
+    uint32_t writer, written; /* thread and its time */
     uint32_t reader, read;
-    uint8_t several; /* other threads that no barrier parts from the reader read, too */
-    uint8_t foreign; /* threads of other clusters read, too */
+    uint32_t readers : 31; /* of several that know nothing of each other: 1 + their index in `sets` */
+    uint32_t is_strong : 1;
 };
 
 static simt_space *spaces;
 static size_t used;
+
+/* When the launch that runs began. */
+static uint32_t opened;
+
+/* The times at which threads read, of cells that several read; NULL: free. */
+static simt_clock **sets;
+static uint32_t set_count, set_room;
 
 /* ---- device memory -------------------------------------------------------------------------- */
 
@@ -67,10 +73,20 @@ simt_space *simt_memory_find(const void *address, size_t bytes) {
     return space;
 }
 
+static void forget_readers(simt_cell *cell) {
+    if (cell->readers) simt_clock_set(&sets[cell->readers - 1], NULL);
+    cell->readers = 0;
+}
+
 void simt_space_reset(simt_space *space, unsigned char *begin, size_t bytes, uint32_t time) {
-    if (bytes > space->bytes) {
+    size_t i;
+    if (space->start >= opened) {
+        for (i = 0; i < cells_of(space->bytes); i++) forget_readers(&space->cells[i]);
+    }
+    if (bytes > space->room) {
         free(space->cells);
         space->cells = malloc(cells_of(bytes) * sizeof *space->cells);
+        space->room = bytes;
     }
     if (bytes) memset(space->cells, 0, cells_of(bytes) * sizeof *space->cells);
     space->begin = begin;
@@ -124,6 +140,8 @@ void simt_memory_open(const simt_object *object, const nji_problem *p, int is_fo
     const size_t stat = type_bytes(p->stat_dtype), sum = x == 8 ? 8 : 4;
     const unsigned char stat_may = is_forward ? MAY_WRITE : MAY_READ;
     simt_space *space;
+    opened = time;
+    while (set_count) simt_clock_set(&sets[--set_count], NULL);
     for (space = spaces; space; space = space->next) {
         memset(space->may, 0, space->bytes);
         space->start = time;
@@ -148,68 +166,107 @@ void simt_memory_open(const simt_object *object, const nji_problem *p, int is_fo
 
 /* ---- the order of accesses ------------------------------------------------------------------ */
 
-/* Whether something that a thread did when its block's time was `time` is over for the actor. */
-static int is_ordered(uint32_t thread, uint32_t time, const simt_actor *actor) {
-    const uint32_t block = thread / actor->block_threads;
-    if (thread == actor->thread) return 1;
-    if (block == actor->block) return time < actor->block_time;
-    return block / actor->cluster_blocks == actor->cluster && time < actor->cluster_time;
+static int is_over(uint32_t thread, uint32_t time, const simt_actor *actor) {
+    if (time == SIMT_UNDER_WAY) return 0;
+    return thread == actor->thread || simt_clock_knows(actor->clock, thread, time);
 }
 
-static int is_foreign(uint32_t thread, const simt_actor *actor) {
-    return thread / actor->block_threads / actor->cluster_blocks != actor->cluster;
+/* An index of a set, which is empty. */
+static uint32_t new_set(void) {
+    static uint32_t next; /* search goes on where it ended */
+    uint32_t i;
+    for (i = 0; i < 16 && set_count; i++) {
+        next = (next + 1) % set_count;
+        if (!sets[next]) return next;
+    }
+    if (set_count == set_room) {
+        set_room = 2 * set_room + 64;
+        sets = realloc(sets, set_room * sizeof(simt_clock *));
+    }
+    sets[set_count] = NULL;
+    return set_count++;
 }
 
-static int note_read(simt_cell *cell, uint32_t start, const simt_actor *actor) {
-    if (cell->written >= start && !is_ordered(cell->writer, cell->written, actor)) return 0;
+static simt_verdict judge_write_before(const simt_cell *cell, uint32_t start, int how,
+                                       const simt_actor *actor) {
+    if (cell->written < start || is_over(cell->writer, cell->written, actor)) return SIMT_FINE;
+    if (cell->is_strong && (how & SIMT_STRONG)) return SIMT_FINE;
+    return cell->written == SIMT_UNDER_WAY ? SIMT_AFTER_COPY : SIMT_AFTER_WRITE;
+}
+
+/* Leaves in cell->reader one whose read is not over. */
+static simt_verdict judge_reads_before(simt_cell *cell, uint32_t start, const simt_actor *actor) {
+    const simt_clock *set;
+    uint32_t i;
+    if (cell->read < start) return SIMT_FINE;
+    set = cell->readers ? sets[cell->readers - 1] : NULL;
+    if (!set) return is_over(cell->reader, cell->read, actor) ? SIMT_FINE : SIMT_AFTER_READ;
+    for (i = 0; i < set->count; i++) {
+        if (set->time[i] == 0 || is_over(set->first + i, set->time[i], actor)) continue;
+        cell->reader = set->first + i;
+        return SIMT_AFTER_READ;
+    }
+    return SIMT_FINE;
+}
+
+static void note_read(simt_cell *cell, uint32_t start, const simt_actor *actor) {
     if (cell->read < start) {
-        cell->several = cell->foreign = 0;
-    } else if (!is_ordered(cell->reader, cell->read, actor)) {
-        cell->several = 1;
-        if (is_foreign(cell->reader, actor)) cell->foreign = 1;
-    } else if (cell->read < actor->block_time) {
-        cell->several = 0;
+        cell->readers = 0;
+    } else if (!cell->readers && !is_over(cell->reader, cell->read, actor)) {
+        cell->readers = new_set() + 1;
+        simt_clock_put(&sets[cell->readers - 1], cell->reader, cell->read);
     }
+    if (cell->readers) simt_clock_put(&sets[cell->readers - 1], actor->thread, actor->now);
     cell->reader = actor->thread;
-    cell->read = actor->block_time;
-    return 1;
+    cell->read = actor->now;
 }
 
-static int note_write(simt_cell *cell, uint32_t start, const simt_actor *actor) {
-    if (cell->written >= start && !is_ordered(cell->writer, cell->written, actor)) return 0;
-    if (cell->read >= start) {
-        if (cell->foreign || !is_ordered(cell->reader, cell->read, actor)) return 0;
-        if (cell->several && cell->read >= actor->block_time) return 0;
-    }
+static void note_write(simt_cell *cell, uint32_t start, int how, const simt_actor *actor) {
+    if (cell->read >= start) forget_readers(cell);
+    cell->readers = 0;
+    cell->read = 0;
     cell->writer = actor->thread;
-    cell->written = actor->block_time;
-    return 1;
+    cell->written = actor->now;
+    cell->is_strong = (how & SIMT_STRONG) != 0;
 }
 
-int simt_space_access(simt_space *space, const void *address, size_t bytes, int writes,
-                      const simt_actor *actor, char *reason, size_t reason_size) {
+/* Reads of what nobody may write need not be noted. */
+static simt_verdict judge(simt_cell *cell, uint32_t start, int how, int is_noted,
+                          const simt_actor *actor) {
+    simt_verdict verdict = judge_write_before(cell, start, how, actor);
+    if (verdict == SIMT_FINE && (how & SIMT_WRITE)) verdict = judge_reads_before(cell, start, actor);
+    if (verdict != SIMT_FINE) return verdict;
+    if (how & SIMT_WRITE) note_write(cell, start, how, actor);
+    else if (is_noted && !(how & SIMT_STRONG)) note_read(cell, start, actor);
+    return SIMT_FINE;
+}
+
+simt_reason simt_space_access(simt_space *space, const void *address, size_t bytes, int how,
+                              const simt_actor *actor) {
     const size_t first = (size_t)((const unsigned char *)address - space->begin);
-    const unsigned char need = writes ? MAY_WRITE : MAY_READ;
+    const unsigned char need = how & SIMT_WRITE ? MAY_WRITE : MAY_READ;
+    simt_reason reason = {SIMT_FINE, 0};
     size_t i;
     for (i = first; space->may && i < first + bytes; i++) {
         if (space->may[i] & need) continue;
-        snprintf(reason, reason_size, "no operand that it may %s", writes ? "write" : "read");
-        return 0;
+        reason.verdict = SIMT_NOT_OPEN;
+        return reason;
     }
+    for (i = first / CELL; i < cells_of(first + bytes) && reason.verdict == SIMT_FINE; i++) {
+        simt_cell *cell = &space->cells[i];
+        const int is_noted = !space->may || (space->may[i * CELL] & MAY_WRITE);
+        reason.verdict = judge(cell, space->start, how, is_noted, actor);
+        reason.thread = reason.verdict == SIMT_AFTER_READ ? cell->reader : cell->writer;
+    }
+    return reason;
+}
+
+void simt_space_date(simt_space *space, const void *address, size_t bytes, uint32_t thread,
+                     uint32_t time) {
+    const size_t first = (size_t)((const unsigned char *)address - space->begin);
+    size_t i;
     for (i = first / CELL; i < cells_of(first + bytes); i++) {
-        simt_cell *cell = &space->cells[i], before = *cell;
-        if (writes ? note_write(cell, space->start, actor) : note_read(cell, space->start, actor))
-            continue;
-        if (before.written >= space->start &&
-            !is_ordered(before.writer, before.written, actor)) {
-            snprintf(reason, reason_size, "thread %u of block %u wrote it, no barrier is between",
-                     before.writer % actor->block_threads, before.writer / actor->block_threads);
-        } else {
-            snprintf(reason, reason_size,
-                     "thread %u of block %u read it (and maybe others), no barrier is between",
-                     before.reader % actor->block_threads, before.reader / actor->block_threads);
-        }
-        return 0;
+        space->cells[i].writer = thread;
+        space->cells[i].written = time;
     }
-    return 1;
 }

@@ -96,7 +96,7 @@ static const char *skip_parentheses(const char *at) {
     return at;
 }
 
-enum { OPERANDS = 8 };
+enum { OPERANDS = 10 };
 
 typedef struct assembly {
     text instructions;
@@ -126,37 +126,75 @@ static const char *read_assembly(const char *at, assembly *out) {
     return *at ? at + 1 : at;
 }
 
+/* A word of an instruction: "%1" is an operand, brackets are left out, and "_" is no result wanted. */
+static const char *write_operand(const char *at, const assembly *from, int *written, text *out) {
+    const char *end = at;
+    while (is_name(*end) || *end == '%' || *end == '-') end++;
+    if (end == at) return at + 1;
+    if (end == at + 1 && *at == '_') return end;
+    if ((*written)++) append_text(out, ",");
+    if (*at == '%' && at[1] - '0' >= 0 && at[1] - '0' < from->count)
+        append(out, from->operand[at[1] - '0'], from->length[at[1] - '0']);
+    else append(out, at, (size_t)(end - at));
+    return end;
+}
+
 /* "mapa.shared::cluster.u32 %0, %1, %2;" -> ptx_mapa_shared__cluster_u32((there),(here),(rank)); */
 static const char *write_call(const char *at, const assembly *from, text *out) {
     int written = 0;
     append_text(out, "ptx_");
     for (; *at && *at != ';' && *at != ' '; at++) append(out, is_name(*at) ? at : "_", 1);
     append_text(out, "(");
-    for (; *at && *at != ';'; at++) {
-        int index = at[1] - '0';
-        if (*at != '%' || index < 0 || index >= from->count) continue;
-        if (written++) append_text(out, ",");
-        append(out, from->operand[index], from->length[index]);
-    }
+    while (*at && *at != ';') at = write_operand(at, from, &written, out);
     append_text(out, ");");
     return *at ? at + 1 : at;
+}
+
+/* A brace stands for itself, ".reg .pred p;" declares a variable of the type simt_reg_pred; all else are
+   instructions without a guard ("@p"). */
+static const char *write_statement(const char *at, const assembly *from, text *out) {
+    if (*at == '{' || *at == '}') {
+        append(out, at, 1);
+        return at + 1;
+    }
+    if (strncmp(at, ".reg .", 6) == 0) {
+        append_text(out, "simt_reg_");
+        for (at += 6; *at && *at != ';'; at++) append(out, at, 1);
+        append_text(out, ";");
+        return *at ? at + 1 : at;
+    }
+    return write_call(at, from, out);
+}
+
+/* extern __shared__ T name[]; -> SIMT_DYNAMIC T name[SIMT_DYNAMIC_COUNT]; */
+static const char *write_dynamic(const char *at, text *out) {
+    static const char shared[] = "__shared__";
+    const char *type = strstr(at, shared) + sizeof shared - 1, *bracket = strchr(type, '[');
+    append_text(out, "SIMT_DYNAMIC");
+    append(out, type, (size_t)(bracket + 1 - type));
+    append_text(out, "SIMT_DYNAMIC_COUNT");
+    return bracket + 1;
 }
 
 static void translate(const char *source, text *out) {
     const char *at = source;
     while (*at) {
         const char *next = at + 1;
+        if (strncmp(at, "extern __shared__", 17) == 0 && strchr(at, '[')) {
+            at = write_dynamic(at, out);
+            continue;
+        }
         if (strncmp(at, "asm", 3) == 0 && !is_name(at[3]) && (at == source || !is_name(at[-1]))) {
             next = skip_space(at + 3);
             if (strncmp(next, "volatile", 8) == 0) next = skip_space(next + 8);
         }
         if (next > at + 1 && *next == '(') {
             assembly found;
-            const char *instruction;
+            const char *statement;
             at = read_assembly(next, &found);
             append_text(out, "{");
-            for (instruction = found.instructions.bytes; instruction && *instruction;)
-                instruction = write_call(skip_space(instruction), &found, out);
+            statement = skip_space(found.instructions.bytes ? found.instructions.bytes : "");
+            while (*statement) statement = skip_space(write_statement(statement, &found, out));
             append_text(out, "}");
             free(found.instructions.bytes);
         } else {
