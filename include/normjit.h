@@ -501,9 +501,14 @@ static nj_status nji_out_of_memory(const char *call, size_t bytes) {
 
 /* ---- checked arithmetic --------------------------------------------------------------------- */
 
-/* 1 and *out on success, 0 when the result does not fit. */
+static int nji_is_i32(int64_t value) {
+    return value >= INT32_MIN && value <= INT32_MAX;
+}
+
+/* 1 and *out on success, 0 when the result does not fit. Divisions are slow: small factors, the
+   usual ones, do without. */
 static int nji_mul_i64(int64_t a, int64_t b, int64_t *out) {
-    if (a != 0 && b != 0) {
+    if (!(nji_is_i32(a) && nji_is_i32(b)) && a != 0 && b != 0) {
         if (a > 0 ? (b > 0 ? a > INT64_MAX / b : b < INT64_MIN / a)
                   : (b > 0 ? a < INT64_MIN / b : b < INT64_MAX / a))
             return 0;
@@ -657,6 +662,7 @@ typedef struct nji_view {
     const int64_t *shape, *stride;
     int64_t offset, count;
     int64_t low, high; /* lowest and highest element that the strides reach, from data */
+    uintptr_t first_byte, last_byte; /* their addresses */
     int32_t rank;
     int32_t size; /* bytes of an element */
     nji_kind kind;
@@ -685,9 +691,13 @@ static nj_status nji_missing_operand(const nji_view *view, const char *call) {
 }
 
 static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const char *call) {
-    int64_t expected[NJ_MAX_RANK];
-    int32_t rank, axis;
-    nji_expected_shape(desc, view->kind, &rank, expected);
+    int64_t own[NJ_MAX_RANK];
+    const int64_t *expected = desc->shape;
+    int32_t rank = desc->rank, axis;
+    if (view->kind != NJI_FULL) {
+        nji_expected_shape(desc, view->kind, &rank, own);
+        expected = own;
+    }
     if (view->rank == 0 && !view->data) return nji_missing_operand(view, call);
     if (view->rank != rank) {
         return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d",
@@ -705,7 +715,17 @@ static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const
     return NJ_OK;
 }
 
-/* Sets low and high; outputs must walk forward. */
+/* Past any address, and so that the bytes of two views, of 8 for an element, add up in int64. */
+#define NJI_MAX_ELEMENT (INT64_MAX / 32)
+
+static void nji_set_reach(nji_view *view, int64_t low, int64_t high) {
+    view->low = low;
+    view->high = high;
+    view->first_byte = (uintptr_t)view->data + (uintptr_t)low * (uintptr_t)view->size;
+    view->last_byte = (uintptr_t)view->data + ((uintptr_t)high + 1) * (uintptr_t)view->size - 1;
+}
+
+/* Sets what is reached; outputs must walk forward. */
 static nj_status nji_check_view_reach(nji_view *view, const char *call) {
     int64_t low = view->offset, high = view->offset;
     int axis;
@@ -731,7 +751,7 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
             "%s: args.%s: offset and strides reach element %lld: the buffer starts at 0", call,
             view->name, (long long)low);
     }
-    if (high > INT64_MAX / 4 / view->size) { /* so that two views' bytes add up in int64 */
+    if (high > NJI_MAX_ELEMENT) {
         return nji_fail(
             NJ_INVALID_ARGUMENT,
             "%s: args.%s: offset and strides reach element %lld: no address is that high", call,
@@ -742,8 +762,7 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
                               "%s: args.%s.count = %lld: offset and strides need %lld elements",
                               call, view->name, (long long)view->count, (long long)high + 1);
     }
-    view->low = low;
-    view->high = high;
+    nji_set_reach(view, low, high);
     return NJ_OK;
 }
 
@@ -771,6 +790,11 @@ static nj_status nji_check_output_is_injective(const nji_view *view, const char 
     }
 }
 
+/* Sizes are powers of two. */
+static int nji_is_element_address(const nji_view *view) {
+    return ((uintptr_t)view->data & (uintptr_t)(view->size - 1)) == 0;
+}
+
 /* Everything about one operand that does not involve another. */
 static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char *call) {
     nj_status status = nji_check_view_shape(desc, view, call);
@@ -786,7 +810,7 @@ static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char 
     }
     if (view->empty) return NJ_OK;
     if (!view->data) return nji_missing_operand(view, call);
-    if ((uintptr_t)view->data % (uintptr_t)view->size != 0) {
+    if (!nji_is_element_address(view)) {
         return nji_fail(NJ_MISALIGNED_OPERAND,
                         "%s: args.%s.data = %p: must be a multiple of the element size %d", call,
                         view->name, view->data, (int)view->size);
@@ -794,6 +818,27 @@ static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char 
     status = nji_check_view_reach(view, call);
     if (status != NJ_OK) return status;
     return view->writable ? nji_check_output_is_injective(view, call) : NJ_OK;
+}
+
+/* The usual operand, at a glance: 1 when it lies as `packed`, the packed tensor of its kind, and is
+   sound; then it sets what nji_check_view sets. 0: that must look closer. */
+static int nji_is_packed_view(nji_view *view, const nj_tensor *packed) {
+    const int64_t count = packed->count;
+    int64_t differs = 0;
+    int axis;
+    if (view->rank != packed->rank) return 0;
+    for (axis = 0; axis < packed->rank; axis++) {
+        differs |= view->shape[axis] ^ packed->shape[axis];
+        differs |= view->stride[axis] ^ packed->stride[axis];
+    }
+    if (differs || count == 0 || !view->data || !nji_is_element_address(view) || view->offset < 0 ||
+        view->offset > NJI_MAX_ELEMENT - count ||
+        (view->count != 0 && view->count < view->offset + count)) {
+        return 0;
+    }
+    view->empty = 0;
+    nji_set_reach(view, view->offset, view->offset + count - 1);
+    return 1;
 }
 
 /* ---- overlap -------------------------------------------------------------------------------- */
@@ -839,15 +884,6 @@ static int nji_can_sum(const nji_terms *terms, int first, int64_t target, int *b
     return 0;
 }
 
-static uintptr_t nji_first_byte(const nji_view *view) {
-    return (uintptr_t)view->data + (uintptr_t)view->low * (uintptr_t)view->size;
-}
-
-static uintptr_t nji_last_byte(const nji_view *view) {
-    return (uintptr_t)view->data + (uintptr_t)view->high * (uintptr_t)view->size +
-           (uintptr_t)view->size - 1;
-}
-
 static void nji_add_view_terms(nji_terms *terms, const nji_view *view) {
     int axis;
     for (axis = 0; axis < view->rank; axis++) {
@@ -858,17 +894,21 @@ static void nji_add_view_terms(nji_terms *terms, const nji_view *view) {
     nji_add_term(terms, 1, view->size - 1);
 }
 
-/* 1 when some byte is proven to belong to both. The addresses of a meet those of b where
-   a0 + sum(sa*i) = b0 + sum(sb*j); counting b's indices from its far end makes every term positive,
-   and whether they can sum to the distance is a small bounded search. */
+/* Whether one lies wholly below the other: the common case, and a quick answer. */
+static int nji_views_are_apart(const nji_view *a, const nji_view *b) {
+    return a->last_byte < b->first_byte || b->last_byte < a->first_byte;
+}
+
+/* Of views that are not apart: 1 when some byte is proven to belong to both. The addresses of a
+   meet those of b where a0 + sum(sa*i) = b0 + sum(sb*j); counting b's indices from its far end
+   makes every term positive, and whether they can sum to the distance is a small bounded search. */
 static int nji_views_overlap(const nji_view *a, const nji_view *b) {
     nji_terms terms;
     int budget = 4096;
-    if (nji_last_byte(a) < nji_first_byte(b) || nji_last_byte(b) < nji_first_byte(a)) return 0;
     terms.count = 0;
     nji_add_view_terms(&terms, a);
     nji_add_view_terms(&terms, b);
-    return nji_can_sum(&terms, 0, (int64_t)(nji_last_byte(b) - nji_first_byte(a)), &budget);
+    return nji_can_sum(&terms, 0, (int64_t)(b->last_byte - a->first_byte), &budget);
 }
 
 /* The same elements in the same order. */
@@ -892,7 +932,8 @@ static nj_status nji_check_overlaps(const nji_view *views, int count, const char
         if (!out->writable || out->empty) continue;
         for (j = 0; j < count; j++) {
             const nji_view *other = &views[j];
-            if (j == i || other->empty || (other->writable && j < i)) continue;
+            if (j == i || other->empty || nji_views_are_apart(out, other)) continue;
+            if (other->writable && j < i) continue;
             if (!other->writable && out->kind == NJI_FULL && nji_views_equal(out, other)) continue;
             if (!nji_views_overlap(out, other)) continue;
             return nji_fail(
@@ -946,7 +987,9 @@ static int nji_gather_axes(const nj_desc *desc, const nji_view *views, int count
 static int nji_merge_axes(nji_axis *axes, int n, int count, int guide) {
     int i, j, k, merged = 0;
     for (i = 1; i < n; i++) {
-        nji_axis moving = axes[i];
+        nji_axis moving;
+        if (axes[i - 1].stride[guide] >= axes[i].stride[guide]) continue;
+        moving = axes[i];
         for (j = i; j > 0 && axes[j - 1].stride[guide] < moving.stride[guide]; j--) {
             axes[j] = axes[j - 1];
         }
@@ -973,6 +1016,10 @@ static void *nji_first_element(const nji_view *view) {
     return (char *)view->data + view->offset * view->size;
 }
 
+static nji_operand *nji_operand_of(nji_problem *problem, const nji_view *view) {
+    return (nji_operand *)(void *)((char *)problem + view->slot);
+}
+
 /* Fills extents, dims and operands of the problem from checked views. views[guide] is the tensor of
    x's shape whose memory order matters most: the output. */
 static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, int guide,
@@ -986,7 +1033,7 @@ static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, 
     problem->col_dims = col_dims;
     for (d = 0; d < row_dims + col_dims; d++) problem->extent[d] = axes[d].extent;
     for (i = 0; i < count; i++) {
-        nji_operand *operand = (nji_operand *)(void *)((char *)problem + views[i].slot);
+        nji_operand *operand = nji_operand_of(problem, &views[i]);
         operand->data = nji_first_element(&views[i]);
         for (d = 0; d < row_dims + col_dims; d++) operand->stride[d] = axes[d].stride[i];
     }
@@ -20561,7 +20608,7 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
     if (!(cuda->flags & NJ_CTX_CHECK_POINTERS)) return NJ_OK;
     status = nji_cuda_enter(cuda, &pushed, call);
     for (i = 0; status == NJ_OK && i < count; i++) {
-        uint64_t address = (uint64_t)nji_first_byte(&views[i]);
+        uint64_t address = (uint64_t)views[i].first_byte;
         unsigned type = 0;
         int ordinal = 0;
         if (views[i].empty) continue;
@@ -20587,15 +20634,13 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
 
 /* ---- run ------------------------------------------------------------------------------------ */
 
-/* Address and strides of `dims` dims allow accesses of `bytes`. */
+/* Address and strides of `dims` dims allow accesses of `bytes`, a power of two. */
 static int nji_is_aligned(const nji_operand *operand, int dims, int64_t bytes,
                           int64_t element_bytes) {
+    uint64_t steps = (uint64_t)(uintptr_t)operand->data;
     int d;
-    if ((uintptr_t)operand->data % (uintptr_t)bytes != 0) return 0;
-    for (d = 0; d < dims; d++) {
-        if (operand->stride[d] * element_bytes % bytes != 0) return 0;
-    }
-    return 1;
+    for (d = 0; d < dims; d++) steps |= (uint64_t)(operand->stride[d] * element_bytes);
+    return (steps & (uint64_t)(bytes - 1)) == 0;
 }
 
 /* Whether the rows kernels take these operands. */
@@ -20808,6 +20853,8 @@ struct nj_plan {
     nj_backend backend;
     int64_t rows, cols;
     size_t workspace_bytes;
+    nj_tensor packed[3];        /* what a packed operand of each nji_kind looks like */
+    nji_problem packed_problem; /* what packed operands bind to, but for their addresses */
     nji_cuda_plan cuda;
 };
 
@@ -20920,7 +20967,8 @@ static nj_status nji_check_desc(nj_desc *desc, int64_t *rows, int64_t *cols, con
 typedef struct nji_views {
     nji_view view[10];
     int count;
-    int guide; /* the output of x's shape, else dy */
+    int packed; /* each view is as nj_packed makes it */
+    int guide;  /* the output of x's shape, else dy */
 } nji_views;
 
 #define NJI_VIEW(set, args, field, kind_of, type_of, is_written)                                   \
@@ -20944,7 +20992,7 @@ typedef struct nji_views {
 /* Lists the operands that the descriptor uses; what it does not use is not looked at. */
 static void nji_list_views(const nj_desc *desc, const nj_args *args, nji_views *set) {
     nj_dtype type = desc->dtype, param = desc->param_dtype, stat = desc->stat_dtype;
-    set->count = 0;
+    set->count = set->packed = 0;
     if (nji_is_forward(desc)) {
         NJI_VIEW(set, args, y, NJI_FULL, type, 1);
         NJI_VIEW(set, args, x, NJI_FULL, type, 0);
@@ -20977,7 +21025,10 @@ static nj_status nji_check_args(const nj_plan *plan, const nj_args *args, nji_vi
     if (!plan) return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
     if (!args) return nji_fail(NJ_INVALID_ARGUMENT, "%s: args = NULL: operands are required", call);
     nji_list_views(&plan->desc, args, set);
+    set->packed = 1;
     for (i = 0; i < set->count; i++) {
+        if (nji_is_packed_view(&set->view[i], &plan->packed[set->view[i].kind])) continue;
+        set->packed = 0;
         status = nji_check_view(&plan->desc, &set->view[i], call);
         if (status != NJ_OK) return status;
     }
@@ -21001,14 +21052,14 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set,
                               "%s: workspace_size = %zu: the plan needs %zu bytes", call, size,
                               plan->workspace_bytes);
     }
-    if (first % alignment != 0) {
+    if ((first & (alignment - 1)) != 0) {
         return nji_fail(NJ_MISALIGNED_OPERAND, "%s: workspace = %p: must be a multiple of %d bytes",
                         call, workspace, (int)alignment);
     }
     for (i = 0; i < set->count; i++) {
         const nji_view *view = &set->view[i];
-        if (view->empty || nji_last_byte(view) < first ||
-            nji_first_byte(view) >= first + plan->workspace_bytes) {
+        if (view->empty || view->last_byte < first ||
+            view->first_byte >= first + plan->workspace_bytes) {
             continue;
         }
         return nji_fail(NJ_INVALID_ARGUMENT, "%s: workspace overlaps args.%s: it must be apart",
@@ -21019,6 +21070,15 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set,
 
 /* Checked views -> what a backend computes. */
 static void nji_bind(const nj_plan *plan, const nji_views *set, nji_problem *problem) {
+    if (set->packed) {
+        int i;
+        *problem = plan->packed_problem;
+        problem->mean.data = problem->rstd.data = NULL; /* a forward need not be given them */
+        for (i = 0; i < set->count; i++) {
+            nji_operand_of(problem, &set->view[i])->data = nji_first_element(&set->view[i]);
+        }
+        return;
+    }
     memset(problem, 0, sizeof *problem);
     problem->rows = plan->rows;
     problem->cols = plan->cols;
@@ -21028,6 +21088,29 @@ static void nji_bind(const nj_plan *plan, const nji_views *set, nji_problem *pro
     problem->grads = plan->desc.grads;
     problem->accumulate = plan->desc.accumulate;
     nji_collapse(&plan->desc, set->view, set->count, set->guide, problem);
+}
+
+/* What the plan knows of packed operands, at a made-up address. */
+static void nji_prepare_packed(nj_plan *plan) {
+    const nj_desc *desc = &plan->desc;
+    void *address = (void *)(uintptr_t)4096;
+    nj_args args;
+    nji_views set;
+    int kind;
+    for (kind = NJI_FULL; kind <= NJI_PARAM; kind++) {
+        int64_t shape[NJ_MAX_RANK];
+        int32_t rank;
+        nji_expected_shape(desc, (nji_kind)kind, &rank, shape);
+        plan->packed[kind] = nj_packed(address, rank, shape);
+    }
+    memset(&args, 0, sizeof args);
+    args.y = args.dx = plan->packed[NJI_FULL];
+    args.x = args.dy = nj_as_const(plan->packed[NJI_FULL]);
+    args.mean = args.rstd = plan->packed[NJI_STAT];
+    args.dgamma = args.dbeta = plan->packed[NJI_PARAM];
+    args.gamma = args.beta = nj_as_const(plan->packed[NJI_PARAM]);
+    nji_list_views(desc, &args, &set);
+    nji_bind(plan, &set, &plan->packed_problem);
 }
 
 /* ---- contexts ------------------------------------------------------------------------------- */
@@ -21235,6 +21318,7 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
         NJ_FREE(plan);
         return status;
     }
+    nji_prepare_packed(plan);
     nji_ctx_retain(ctx);
     plan->ctx = ctx;
     *out = plan;
@@ -21273,26 +21357,6 @@ NJ_API nj_status nj_plan_run(const nj_plan *plan, const nj_args *args, void *wor
     return nji_cuda_run(&plan->ctx->cuda, &plan->cuda, &problem, stream, call);
 }
 
-/* Packed operands at a made-up address: what a plan runs when nothing else is known. */
-static void nji_bind_packed(const nj_plan *plan, nji_problem *problem) {
-    const nj_desc *desc = &plan->desc;
-    int64_t full[NJ_MAX_RANK], param[NJ_MAX_RANK];
-    int32_t param_rank;
-    nj_args args;
-    nji_views set;
-    void *address = (void *)(uintptr_t)4096;
-    int i;
-    for (i = 0; i < desc->rank; i++) full[i] = desc->shape[i];
-    nji_expected_shape(desc, NJI_PARAM, &param_rank, param);
-    memset(&args, 0, sizeof args);
-    args.x = args.dy = nj_packed_const(address, desc->rank, full);
-    args.y = args.dx = nj_packed(address, desc->rank, full);
-    args.gamma = args.beta = nj_packed_const(address, param_rank, param);
-    args.dgamma = args.dbeta = nj_packed(address, param_rank, param);
-    nji_list_views(desc, &args, &set);
-    nji_bind(plan, &set, problem);
-}
-
 NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *out) {
     static const char call[] = "nj_plan_sku";
     nji_views set;
@@ -21306,7 +21370,7 @@ NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *o
     } else {
         if (!plan)
             return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
-        nji_bind_packed(plan, &problem);
+        problem = plan->packed_problem;
     }
     out->op = (int32_t)plan->desc.op;
     out->dtype = (int32_t)plan->desc.dtype;
