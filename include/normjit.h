@@ -310,7 +310,12 @@ NJ_API nj_status nj_plan_can_implement(const nj_plan *plan, const nj_args *args)
 
 /* Bytes of workspace for one run; may be 0. Its address: a multiple of 256 for CUDA (what
    cuMemAlloc gives), of 16 on the host (what malloc gives). Contents irrelevant before and after. 0
-   for NULL. */
+   for NULL. It holds partial sums, so it stays small. Bounds, pair = two f32 (f64 for f64) a
+   column:
+
+     CUDA  for dgamma, dbeta: 128 KiB a multiprocessor (16.5 MiB on 132), or one pair if that is
+           more; for rows too long for one block or cluster besides 1/512 of x's bytes
+     host  for dgamma, dbeta: 1 MiB, or 64 pairs if that is more, and room to align them */
 NJ_API size_t nj_plan_workspace_size(const nj_plan *plan);
 
 /* CUDA: enqueues on stream (a CUstream or cudaStream_t; NULL = the legacy default stream) and
@@ -507,9 +512,14 @@ static nj_status nji_out_of_memory(const char *call, size_t bytes) {
 
 /* ---- checked arithmetic --------------------------------------------------------------------- */
 
-/* 1 and *out on success, 0 when the result does not fit. */
+static int nji_is_i32(int64_t value) {
+    return value >= INT32_MIN && value <= INT32_MAX;
+}
+
+/* 1 and *out on success, 0 when the result does not fit. Divisions are slow: small factors, the
+   usual ones, do without. */
 static int nji_mul_i64(int64_t a, int64_t b, int64_t *out) {
-    if (a != 0 && b != 0) {
+    if (!(nji_is_i32(a) && nji_is_i32(b)) && a != 0 && b != 0) {
         if (a > 0 ? (b > 0 ? a > INT64_MAX / b : b < INT64_MIN / a)
                   : (b > 0 ? a < INT64_MIN / b : b < INT64_MAX / a))
             return 0;
@@ -663,6 +673,7 @@ typedef struct nji_view {
     const int64_t *shape, *stride;
     int64_t offset, count;
     int64_t low, high; /* lowest and highest element that the strides reach, from data */
+    uintptr_t first_byte, last_byte; /* their addresses */
     int32_t rank;
     int32_t size; /* bytes of an element */
     nji_kind kind;
@@ -691,9 +702,13 @@ static nj_status nji_missing_operand(const nji_view *view, const char *call) {
 }
 
 static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const char *call) {
-    int64_t expected[NJ_MAX_RANK];
-    int32_t rank, axis;
-    nji_expected_shape(desc, view->kind, &rank, expected);
+    int64_t own[NJ_MAX_RANK];
+    const int64_t *expected = desc->shape;
+    int32_t rank = desc->rank, axis;
+    if (view->kind != NJI_FULL) {
+        nji_expected_shape(desc, view->kind, &rank, own);
+        expected = own;
+    }
     if (view->rank == 0 && !view->data) return nji_missing_operand(view, call);
     if (view->rank != rank) {
         return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d",
@@ -711,7 +726,17 @@ static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const
     return NJ_OK;
 }
 
-/* Sets low and high; outputs must walk forward. */
+/* Past any address, and so that the bytes of two views, of 8 for an element, add up in int64. */
+#define NJI_MAX_ELEMENT (INT64_MAX / 32)
+
+static void nji_set_reach(nji_view *view, int64_t low, int64_t high) {
+    view->low = low;
+    view->high = high;
+    view->first_byte = (uintptr_t)view->data + (uintptr_t)low * (uintptr_t)view->size;
+    view->last_byte = (uintptr_t)view->data + ((uintptr_t)high + 1) * (uintptr_t)view->size - 1;
+}
+
+/* Sets what is reached; outputs must walk forward. */
 static nj_status nji_check_view_reach(nji_view *view, const char *call) {
     int64_t low = view->offset, high = view->offset;
     int axis;
@@ -737,7 +762,7 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
             "%s: args.%s: offset and strides reach element %lld: the buffer starts at 0", call,
             view->name, (long long)low);
     }
-    if (high > INT64_MAX / 4 / view->size) { /* so that two views' bytes add up in int64 */
+    if (high > NJI_MAX_ELEMENT) {
         return nji_fail(
             NJ_INVALID_ARGUMENT,
             "%s: args.%s: offset and strides reach element %lld: no address is that high", call,
@@ -748,8 +773,7 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
                               "%s: args.%s.count = %lld: offset and strides need %lld elements",
                               call, view->name, (long long)view->count, (long long)high + 1);
     }
-    view->low = low;
-    view->high = high;
+    nji_set_reach(view, low, high);
     return NJ_OK;
 }
 
@@ -777,6 +801,11 @@ static nj_status nji_check_output_is_injective(const nji_view *view, const char 
     }
 }
 
+/* Sizes are powers of two. */
+static int nji_is_element_address(const nji_view *view) {
+    return ((uintptr_t)view->data & (uintptr_t)(view->size - 1)) == 0;
+}
+
 /* Everything about one operand that does not involve another. */
 static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char *call) {
     nj_status status = nji_check_view_shape(desc, view, call);
@@ -792,7 +821,7 @@ static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char 
     }
     if (view->empty) return NJ_OK;
     if (!view->data) return nji_missing_operand(view, call);
-    if ((uintptr_t)view->data % (uintptr_t)view->size != 0) {
+    if (!nji_is_element_address(view)) {
         return nji_fail(NJ_MISALIGNED_OPERAND,
                         "%s: args.%s.data = %p: must be a multiple of the element size %d", call,
                         view->name, view->data, (int)view->size);
@@ -800,6 +829,27 @@ static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char 
     status = nji_check_view_reach(view, call);
     if (status != NJ_OK) return status;
     return view->writable ? nji_check_output_is_injective(view, call) : NJ_OK;
+}
+
+/* The usual operand, at a glance: 1 when it lies as `packed`, the packed tensor of its kind, and is
+   sound; then it sets what nji_check_view sets. 0: that must look closer. */
+static int nji_is_packed_view(nji_view *view, const nj_tensor *packed) {
+    const int64_t count = packed->count;
+    int64_t differs = 0;
+    int axis;
+    if (view->rank != packed->rank) return 0;
+    for (axis = 0; axis < packed->rank; axis++) {
+        differs |= view->shape[axis] ^ packed->shape[axis];
+        differs |= view->stride[axis] ^ packed->stride[axis];
+    }
+    if (differs || count == 0 || !view->data || !nji_is_element_address(view) || view->offset < 0 ||
+        view->offset > NJI_MAX_ELEMENT - count ||
+        (view->count != 0 && view->count < view->offset + count)) {
+        return 0;
+    }
+    view->empty = 0;
+    nji_set_reach(view, view->offset, view->offset + count - 1);
+    return 1;
 }
 
 /* ---- overlap -------------------------------------------------------------------------------- */
@@ -845,15 +895,6 @@ static int nji_can_sum(const nji_terms *terms, int first, int64_t target, int *b
     return 0;
 }
 
-static uintptr_t nji_first_byte(const nji_view *view) {
-    return (uintptr_t)view->data + (uintptr_t)view->low * (uintptr_t)view->size;
-}
-
-static uintptr_t nji_last_byte(const nji_view *view) {
-    return (uintptr_t)view->data + (uintptr_t)view->high * (uintptr_t)view->size +
-           (uintptr_t)view->size - 1;
-}
-
 static void nji_add_view_terms(nji_terms *terms, const nji_view *view) {
     int axis;
     for (axis = 0; axis < view->rank; axis++) {
@@ -864,17 +905,21 @@ static void nji_add_view_terms(nji_terms *terms, const nji_view *view) {
     nji_add_term(terms, 1, view->size - 1);
 }
 
-/* 1 when some byte is proven to belong to both. The addresses of a meet those of b where
-   a0 + sum(sa*i) = b0 + sum(sb*j); counting b's indices from its far end makes every term positive,
-   and whether they can sum to the distance is a small bounded search. */
+/* Whether one lies wholly below the other: the common case, and a quick answer. */
+static int nji_views_are_apart(const nji_view *a, const nji_view *b) {
+    return a->last_byte < b->first_byte || b->last_byte < a->first_byte;
+}
+
+/* Of views that are not apart: 1 when some byte is proven to belong to both. The addresses of a
+   meet those of b where a0 + sum(sa*i) = b0 + sum(sb*j); counting b's indices from its far end
+   makes every term positive, and whether they can sum to the distance is a small bounded search. */
 static int nji_views_overlap(const nji_view *a, const nji_view *b) {
     nji_terms terms;
     int budget = 4096;
-    if (nji_last_byte(a) < nji_first_byte(b) || nji_last_byte(b) < nji_first_byte(a)) return 0;
     terms.count = 0;
     nji_add_view_terms(&terms, a);
     nji_add_view_terms(&terms, b);
-    return nji_can_sum(&terms, 0, (int64_t)(nji_last_byte(b) - nji_first_byte(a)), &budget);
+    return nji_can_sum(&terms, 0, (int64_t)(b->last_byte - a->first_byte), &budget);
 }
 
 /* The same elements in the same order. */
@@ -898,7 +943,8 @@ static nj_status nji_check_overlaps(const nji_view *views, int count, const char
         if (!out->writable || out->empty) continue;
         for (j = 0; j < count; j++) {
             const nji_view *other = &views[j];
-            if (j == i || other->empty || (other->writable && j < i)) continue;
+            if (j == i || other->empty || nji_views_are_apart(out, other)) continue;
+            if (other->writable && j < i) continue;
             if (!other->writable && out->kind == NJI_FULL && nji_views_equal(out, other)) continue;
             if (!nji_views_overlap(out, other)) continue;
             return nji_fail(
@@ -952,7 +998,9 @@ static int nji_gather_axes(const nj_desc *desc, const nji_view *views, int count
 static int nji_merge_axes(nji_axis *axes, int n, int count, int guide) {
     int i, j, k, merged = 0;
     for (i = 1; i < n; i++) {
-        nji_axis moving = axes[i];
+        nji_axis moving;
+        if (axes[i - 1].stride[guide] >= axes[i].stride[guide]) continue;
+        moving = axes[i];
         for (j = i; j > 0 && axes[j - 1].stride[guide] < moving.stride[guide]; j--) {
             axes[j] = axes[j - 1];
         }
@@ -979,6 +1027,10 @@ static void *nji_first_element(const nji_view *view) {
     return (char *)view->data + view->offset * view->size;
 }
 
+static nji_operand *nji_operand_of(nji_problem *problem, const nji_view *view) {
+    return (nji_operand *)(void *)((char *)problem + view->slot);
+}
+
 /* Fills extents, dims and operands of the problem from checked views. views[guide] is the tensor of
    x's shape whose memory order matters most: the output. */
 static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, int guide,
@@ -992,7 +1044,7 @@ static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, 
     problem->col_dims = col_dims;
     for (d = 0; d < row_dims + col_dims; d++) problem->extent[d] = axes[d].extent;
     for (i = 0; i < count; i++) {
-        nji_operand *operand = (nji_operand *)(void *)((char *)problem + views[i].slot);
+        nji_operand *operand = nji_operand_of(problem, &views[i]);
         operand->data = nji_first_element(&views[i]);
         for (d = 0; d < row_dims + col_dims; d++) operand->stride[d] = axes[d].stride[i];
     }
@@ -1598,8 +1650,8 @@ static void nji_strided_options(const nj_desc *desc, const nji_choice *choice,
 #define NJI_HOST_PAD_BYTES 64      /* keeps panel rows out of each other's cache sets */
 #define NJI_HOST_BUFFER_BYTES (NJI_HOST_PANEL_BYTES + NJI_HOST_ROWS * NJI_HOST_PAD_BYTES)
 #define NJI_HOST_ROOM_BYTES 98304 /* of a thread: two rows of 12288 floats, or what panels need */
-#define NJI_HOST_SWEEP_COLS 8192 /* columns of one sum of float or double, where in place */
-#define NJI_HOST_SUM_ROWS 256    /* rows of one such sum, about */
+#define NJI_HOST_SWEEP_COLS 8192  /* columns of one sum of float or double, where in place */
+#define NJI_HOST_SUM_ROWS 256     /* rows of one such sum, about */
 
 /* Tuned on memory-bound sizes; only speed depends on them. */
 #define NJI_HOST_LONG_ROW 8192        /* bytes of a row that is long; see nji_host_is_long */
@@ -1701,8 +1753,7 @@ typedef void (*nji_host_copy)(const void *from, const int64_t *from_row, int64_t
         for (r = 0; r < rows; r++) {                                                               \
             const source *a = in + from_row[r];                                                    \
             target *b = out + to_row[r];                                                           \
-            for (c = 0; c < cols; c++)                                                             \
-                b[c * to_col] = (target)convert(a[c * from_col]);                                  \
+            for (c = 0; c < cols; c++) b[c * to_col] = (target)convert(a[c * from_col]);           \
         }                                                                                          \
     }
 
@@ -1854,10 +1905,8 @@ typedef double nji_stored_f64;
 #define NJI_PUT(vec, pieces, p, value, stream)                                                     \
     do {                                                                                           \
         vec packed = (vec)(value);                                                                 \
-        if (stream)                                                                                \
-            NJI_STREAM_##pieces((__m128i *)(p), (const nji_u32_base *)&packed);                    \
-        else                                                                                       \
-            NJI_AT(vec, p) = packed;                                                               \
+        if (stream) NJI_STREAM_##pieces((__m128i *)(p), (const nji_u32_base *)&packed);            \
+        else NJI_AT(vec, p) = packed;                                                              \
     } while (0)
 #define NJI_STREAM_1(to, piece) _mm_stream_si128(to, (__m128i)(piece)[0])
 #define NJI_STREAM_2(to, piece) (NJI_STREAM_1(to, piece), NJI_STREAM_1((to) + 1, (piece) + 1))
@@ -1946,10 +1995,8 @@ typedef double nji_stored_f64;
         real *a = (real *)to;                                                                      \
         const real *b = (const real *)from;                                                        \
         int64_t c = 0;                                                                             \
-        for (; c + lanes <= cols; c += lanes)                                                      \
-            NJI_AT(vec, a + c) += NJI_READ(vec, b + c);                                            \
-        for (; c < cols; c++)                                                                      \
-            a[c] += b[c];                                                                          \
+        for (; c + lanes <= cols; c += lanes) NJI_AT(vec, a + c) += NJI_READ(vec, b + c);          \
+        for (; c < cols; c++) a[c] += b[c];                                                        \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_add_wide_##real##_##isa(double *to, const void *from,              \
@@ -1960,8 +2007,7 @@ typedef double nji_stored_f64;
         int64_t step = (int64_t)(sizeof(vec) / sizeof(double)), c;                                 \
         for (c = 0; c + step <= cols; c += step)                                                   \
             NJI_AT(vec, to + c) += NJI_WIDER(NJI_READ(part, b + c), vec);                          \
-        for (; c < cols; c++)                                                                      \
-            to[c] += (double)b[c];                                                                 \
+        for (; c < cols; c++) to[c] += (double)b[c];                                               \
     }
 
 /* And this is the arithmetic, for rows of one element type. Columns go by four vectors or two, then
@@ -1980,10 +2026,8 @@ typedef double nji_stored_f64;
             d += NJI_GET_##elem##_##isa(x + c + 2 * lanes);                                        \
             e += NJI_GET_##elem##_##isa(x + c + 3 * lanes);                                        \
         }                                                                                          \
-        for (; c + lanes <= cols; c += lanes)                                                      \
-            a += NJI_GET_##elem##_##isa(x + c);                                                    \
-        for (; c < cols; c++)                                                                      \
-            rest += NJI_GET1_##elem(x + c);                                                        \
+        for (; c + lanes <= cols; c += lanes) a += NJI_GET_##elem##_##isa(x + c);                  \
+        for (; c < cols; c++) rest += NJI_GET1_##elem(x + c);                                      \
         a = (a + b) + (d + e);                                                                     \
         return nji_host_lanes_##real##_##isa(&a) + (double)rest;                                   \
     }                                                                                              \
@@ -2067,8 +2111,7 @@ typedef double nji_stored_f64;
             NJI_PREFETCH((const char *)(dy + c) + dy_ahead);                                       \
             NJI_HOST_STEP(vec, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)                     \
         }                                                                                          \
-        for (; c < cols; c++)                                                                      \
-            NJI_HOST_STEP(real, NJI_GET1_##elem, NJI_PUT1_##elem)                                  \
+        for (; c < cols; c++) NJI_HOST_STEP(real, NJI_GET1_##elem, NJI_PUT1_##elem)                \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_sum_##elem##_##isa(nji_host_panel *panel, int64_t cols) {          \
@@ -2185,8 +2228,7 @@ typedef double nji_stored_f64;
         int64_t i = 0;                                                                             \
         for (; i + lanes <= count; i += lanes)                                                     \
             NJI_AT(nji_float_##isa, out + i) = NJI_GET_##elem##_##isa(in + i);                     \
-        for (; i < count; i++)                                                                     \
-            out[i] = NJI_GET1_##elem(in + i);                                                      \
+        for (; i < count; i++) out[i] = NJI_GET1_##elem(in + i);                                   \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_store_##elem##_##isa(const void *from, void *to, int64_t count) {  \
@@ -2195,8 +2237,7 @@ typedef double nji_stored_f64;
         int64_t i = 0;                                                                             \
         for (; i + lanes <= count; i += lanes)                                                     \
             NJI_PUT_##elem##_##isa(out + i, NJI_READ(nji_float_##isa, in + i), 0);                 \
-        for (; i < count; i++)                                                                     \
-            NJI_PUT1_##elem(out + i, in[i], 0);                                                    \
+        for (; i < count; i++) NJI_PUT1_##elem(out + i, in[i], 0);                                 \
     }
 
 /* ---- instruction sets ----------------------------------------------------------------------- */
@@ -2356,8 +2397,7 @@ static void nji_host_row_offsets(const nji_problem *problem, const long long *st
     int d, r;
     if (problem->row_dims <= 1) {
         int64_t step = problem->row_dims ? stride[0] : 0;
-        for (r = 0; r < count; r++)
-            offset[r] = (row + r) * step;
+        for (r = 0; r < count; r++) offset[r] = (row + r) * step;
         return;
     }
     for (d = problem->row_dims - 1; d >= 0; d--) {
@@ -2404,8 +2444,7 @@ static void nji_host_load(const nji_host_job *job, const nji_host_view *view, co
     nji_host_row_copy fast = job->wide ? NULL : job->isa->load[view->dtype];
     int64_t row_at[NJI_HOST_ROWS], done, run, from, step;
     int r;
-    for (r = 0; r < rows; r++)
-        row_at[r] = r * job->pitch;
+    for (r = 0; r < rows; r++) row_at[r] = r * job->pitch;
     for (done = 0; done < count; done += run) {
         char *to = (char *)buffer + done * job->real_size;
         const char *base;
@@ -2429,8 +2468,7 @@ static void nji_host_store(const nji_host_job *job, const nji_host_view *view,
     nji_host_row_copy fast = job->wide ? NULL : job->isa->store[view->dtype];
     int64_t row_at[NJI_HOST_ROWS], done, run, to, step;
     int r;
-    for (r = 0; r < rows; r++)
-        row_at[r] = r * job->pitch;
+    for (r = 0; r < rows; r++) row_at[r] = r * job->pitch;
     for (done = 0; done < count; done += run) {
         const char *from = (const char *)buffer + done * job->real_size;
         char *base;
@@ -2526,10 +2564,8 @@ static void nji_host_begin_work(const nji_host_job *job, nji_host_work *work) {
     work->panel.x_ahead = nji_host_ahead(job, &job->x);
     work->panel.dy_ahead = job->dy.data ? nji_host_ahead(job, &job->dy) : 0;
     for (c = 0; c < job->chunk && !job->gamma.data; c++) {
-        if (job->wide)
-            ((double *)work->gamma)[c] = 1;
-        else
-            ((float *)work->gamma)[c] = 1;
+        if (job->wide) ((double *)work->gamma)[c] = 1;
+        else ((float *)work->gamma)[c] = 1;
     }
     if (job->is_forward && !job->beta.data)
         memset(work->beta, 0, (size_t)(job->chunk * job->real_size));
@@ -2635,8 +2671,7 @@ static void nji_host_row_stats(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
     double n = (double)job->cols;
     int r;
-    for (r = panel->begin; r < panel->end; r++)
-        panel->sum[r] = 0;
+    for (r = panel->begin; r < panel->end; r++) panel->sum[r] = 0;
     nji_host_sweep(job, work, job->math->sum, 0);
     for (r = panel->begin; r < panel->end; r++) {
         panel->center[r] = nji_host_round(job, panel->sum[r] / n);
@@ -2660,8 +2695,7 @@ static void nji_host_row_means(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
     double n = (double)job->cols;
     int r;
-    for (r = panel->begin; r < panel->end; r++)
-        panel->sum[r] = panel->square[r] = 0;
+    for (r = panel->begin; r < panel->end; r++) panel->sum[r] = panel->square[r] = 0;
     nji_host_sweep(job, work, job->math->backward_sums, 0);
     for (r = panel->begin; r < panel->end; r++) {
         panel->mean_g[r] = panel->sum[r] / n;
@@ -2773,8 +2807,7 @@ static void nji_host_keep_sums(const nji_host_job *job, const nji_host_work *wor
     if (!work->sums) return;
     if (summed == part * job->part_rows)
         memcpy(total, work->sums, (size_t)(2 * job->sum_cols * job->real_size));
-    else
-        job->isa->add[job->wide](total, work->sums, 2 * job->sum_cols);
+    else job->isa->add[job->wide](total, work->sums, 2 * job->sum_cols);
 }
 
 static void nji_host_backward_part(const nji_host_job *job, int64_t part) {
@@ -2806,8 +2839,7 @@ static void nji_host_finish_param(const nji_host_job *job, const nji_host_view *
     int adds = (job->problem->accumulate & (which ? NJ_GRAD_DBETA : NJ_GRAD_DGAMMA)) != 0;
     int64_t zero = 0, part, done, run, at, step, c;
     if (!view->data || (adds && job->parts == 0)) return;
-    for (c = 0; c < count; c++)
-        sum[c] = 0;
+    for (c = 0; c < count; c++) sum[c] = 0;
     for (part = 0; part < job->parts; part++)
         job->isa->add_wide[job->wide](
             sum, job->partial + ((part * 2 + which) * job->sum_cols + col) * job->real_size, count);
@@ -2818,8 +2850,7 @@ static void nji_host_finish_param(const nji_host_job *job, const nji_host_view *
         base = view->data + at * view->type->size;
         if (adds) {
             view->type->load[1](base, &zero, step, old, &zero, 1, 1, run, 0);
-            for (c = 0; c < run; c++)
-                sum[done + c] += old[c];
+            for (c = 0; c < run; c++) sum[done + c] += old[c];
         }
         view->type->store[1](sum + done, &zero, 1, base, &zero, step, 1, run, 0);
     }
@@ -2835,10 +2866,12 @@ static void nji_host_finish_cols(const nji_host_job *job, int64_t block) {
 /* ---- the two entries ------------------------------------------------------------------------ */
 
 /* How the rows are split for the parameter gradients. From the sizes alone: the split is part of
-   the result's bits. Workspace: at most 64 parts or 1 MiB, whichever is more, of 2*cols sums. */
+   the result's bits. Workspace: at most 64 parts or 1 MiB, whichever is more, of 2*cols sums, each
+   row of sums in cache lines of its own. */
 static void nji_host_split(int64_t rows, int64_t cols, int64_t real_size, int64_t *part_rows,
                            int64_t *parts) {
-    int64_t most = NJI_HOST_PARTIAL_BYTES / 2 / real_size / (cols > 0 ? cols : 1);
+    int64_t sum_cols = nji_host_sum_cols(cols > 0 ? cols : 1, real_size);
+    int64_t most = NJI_HOST_PARTIAL_BYTES / 2 / real_size / sum_cols;
     *parts = rows / NJI_HOST_PART_ROWS;
     if (*parts < NJI_HOST_LEAST_PARTS) *parts = NJI_HOST_LEAST_PARTS;
     if (most < NJI_HOST_PARTS) most = NJI_HOST_PARTS;
@@ -2956,15 +2989,13 @@ static void nji_host_for_each(void (*task)(const nji_host_job *, int64_t), const
 #pragma omp parallel
         {
 #pragma omp for schedule(static) nowait
-            for (i = 0; i < count; i++)
-                task(job, i);
+            for (i = 0; i < count; i++) task(job, i);
             nji_host_fence();
         }
         return;
     }
 #endif
-    for (i = 0; i < count; i++)
-        task(job, i);
+    for (i = 0; i < count; i++) task(job, i);
     nji_host_fence();
 }
 
@@ -22609,7 +22640,7 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
     if (!(cuda->flags & NJ_CTX_CHECK_POINTERS)) return NJ_OK;
     status = nji_cuda_enter(cuda, &pushed, call);
     for (i = 0; status == NJ_OK && i < count; i++) {
-        uint64_t address = (uint64_t)nji_first_byte(&views[i]);
+        uint64_t address = (uint64_t)views[i].first_byte;
         unsigned type = 0;
         int ordinal = 0;
         if (views[i].empty) continue;
@@ -22635,15 +22666,13 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
 
 /* ---- run ------------------------------------------------------------------------------------ */
 
-/* Address and strides of `dims` dims allow accesses of `bytes`. */
+/* Address and strides of `dims` dims allow accesses of `bytes`, a power of two. */
 static int nji_is_aligned(const nji_operand *operand, int dims, int64_t bytes,
                           int64_t element_bytes) {
+    uint64_t steps = (uint64_t)(uintptr_t)operand->data;
     int d;
-    if ((uintptr_t)operand->data % (uintptr_t)bytes != 0) return 0;
-    for (d = 0; d < dims; d++) {
-        if (operand->stride[d] * element_bytes % bytes != 0) return 0;
-    }
-    return 1;
+    for (d = 0; d < dims; d++) steps |= (uint64_t)(operand->stride[d] * element_bytes);
+    return (steps & (uint64_t)(bytes - 1)) == 0;
 }
 
 /* Whether the rows kernels take these operands. */
@@ -22870,6 +22899,8 @@ struct nj_plan {
     nj_backend backend;
     int64_t rows, cols;
     size_t workspace_bytes;
+    nj_tensor packed[3];        /* what a packed operand of each nji_kind looks like */
+    nji_problem packed_problem; /* what packed operands bind to, but for their addresses */
     nji_cuda_plan cuda;
 };
 
@@ -22982,7 +23013,8 @@ static nj_status nji_check_desc(nj_desc *desc, int64_t *rows, int64_t *cols, con
 typedef struct nji_views {
     nji_view view[10];
     int count;
-    int guide; /* the output of x's shape, else dy */
+    int packed; /* each view is as nj_packed makes it */
+    int guide;  /* the output of x's shape, else dy */
 } nji_views;
 
 #define NJI_VIEW(set, args, field, kind_of, type_of, is_written)                                   \
@@ -23006,7 +23038,7 @@ typedef struct nji_views {
 /* Lists the operands that the descriptor uses; what it does not use is not looked at. */
 static void nji_list_views(const nj_desc *desc, const nj_args *args, nji_views *set) {
     nj_dtype type = desc->dtype, param = desc->param_dtype, stat = desc->stat_dtype;
-    set->count = 0;
+    set->count = set->packed = 0;
     if (nji_is_forward(desc)) {
         NJI_VIEW(set, args, y, NJI_FULL, type, 1);
         NJI_VIEW(set, args, x, NJI_FULL, type, 0);
@@ -23039,7 +23071,10 @@ static nj_status nji_check_args(const nj_plan *plan, const nj_args *args, nji_vi
     if (!plan) return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
     if (!args) return nji_fail(NJ_INVALID_ARGUMENT, "%s: args = NULL: operands are required", call);
     nji_list_views(&plan->desc, args, set);
+    set->packed = 1;
     for (i = 0; i < set->count; i++) {
+        if (nji_is_packed_view(&set->view[i], &plan->packed[set->view[i].kind])) continue;
+        set->packed = 0;
         status = nji_check_view(&plan->desc, &set->view[i], call);
         if (status != NJ_OK) return status;
     }
@@ -23063,14 +23098,14 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set,
                               "%s: workspace_size = %zu: the plan needs %zu bytes", call, size,
                               plan->workspace_bytes);
     }
-    if (first % alignment != 0) {
+    if ((first & (alignment - 1)) != 0) {
         return nji_fail(NJ_MISALIGNED_OPERAND, "%s: workspace = %p: must be a multiple of %d bytes",
                         call, workspace, (int)alignment);
     }
     for (i = 0; i < set->count; i++) {
         const nji_view *view = &set->view[i];
-        if (view->empty || nji_last_byte(view) < first ||
-            nji_first_byte(view) >= first + plan->workspace_bytes) {
+        if (view->empty || view->last_byte < first ||
+            view->first_byte >= first + plan->workspace_bytes) {
             continue;
         }
         return nji_fail(NJ_INVALID_ARGUMENT, "%s: workspace overlaps args.%s: it must be apart",
@@ -23081,6 +23116,15 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set,
 
 /* Checked views -> what a backend computes. */
 static void nji_bind(const nj_plan *plan, const nji_views *set, nji_problem *problem) {
+    if (set->packed) {
+        int i;
+        *problem = plan->packed_problem;
+        problem->mean.data = problem->rstd.data = NULL; /* a forward need not be given them */
+        for (i = 0; i < set->count; i++) {
+            nji_operand_of(problem, &set->view[i])->data = nji_first_element(&set->view[i]);
+        }
+        return;
+    }
     memset(problem, 0, sizeof *problem);
     problem->rows = plan->rows;
     problem->cols = plan->cols;
@@ -23090,6 +23134,29 @@ static void nji_bind(const nj_plan *plan, const nji_views *set, nji_problem *pro
     problem->grads = plan->desc.grads;
     problem->accumulate = plan->desc.accumulate;
     nji_collapse(&plan->desc, set->view, set->count, set->guide, problem);
+}
+
+/* What the plan knows of packed operands, at a made-up address. */
+static void nji_prepare_packed(nj_plan *plan) {
+    const nj_desc *desc = &plan->desc;
+    void *address = (void *)(uintptr_t)4096;
+    nj_args args;
+    nji_views set;
+    int kind;
+    for (kind = NJI_FULL; kind <= NJI_PARAM; kind++) {
+        int64_t shape[NJ_MAX_RANK];
+        int32_t rank;
+        nji_expected_shape(desc, (nji_kind)kind, &rank, shape);
+        plan->packed[kind] = nj_packed(address, rank, shape);
+    }
+    memset(&args, 0, sizeof args);
+    args.y = args.dx = plan->packed[NJI_FULL];
+    args.x = args.dy = nj_as_const(plan->packed[NJI_FULL]);
+    args.mean = args.rstd = plan->packed[NJI_STAT];
+    args.dgamma = args.dbeta = plan->packed[NJI_PARAM];
+    args.gamma = args.beta = nj_as_const(plan->packed[NJI_PARAM]);
+    nji_list_views(desc, &args, &set);
+    nji_bind(plan, &set, &plan->packed_problem);
 }
 
 /* ---- contexts ------------------------------------------------------------------------------- */
@@ -23297,6 +23364,7 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
         NJ_FREE(plan);
         return status;
     }
+    nji_prepare_packed(plan);
     nji_ctx_retain(ctx);
     plan->ctx = ctx;
     *out = plan;
@@ -23335,26 +23403,6 @@ NJ_API nj_status nj_plan_run(const nj_plan *plan, const nj_args *args, void *wor
     return nji_cuda_run(&plan->ctx->cuda, &plan->cuda, &problem, stream, call);
 }
 
-/* Packed operands at a made-up address: what a plan runs when nothing else is known. */
-static void nji_bind_packed(const nj_plan *plan, nji_problem *problem) {
-    const nj_desc *desc = &plan->desc;
-    int64_t full[NJ_MAX_RANK], param[NJ_MAX_RANK];
-    int32_t param_rank;
-    nj_args args;
-    nji_views set;
-    void *address = (void *)(uintptr_t)4096;
-    int i;
-    for (i = 0; i < desc->rank; i++) full[i] = desc->shape[i];
-    nji_expected_shape(desc, NJI_PARAM, &param_rank, param);
-    memset(&args, 0, sizeof args);
-    args.x = args.dy = nj_packed_const(address, desc->rank, full);
-    args.y = args.dx = nj_packed(address, desc->rank, full);
-    args.gamma = args.beta = nj_packed_const(address, param_rank, param);
-    args.dgamma = args.dbeta = nj_packed(address, param_rank, param);
-    nji_list_views(desc, &args, &set);
-    nji_bind(plan, &set, problem);
-}
-
 NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *out) {
     static const char call[] = "nj_plan_sku";
     nji_views set;
@@ -23368,7 +23416,7 @@ NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *o
     } else {
         if (!plan)
             return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
-        nji_bind_packed(plan, &problem);
+        problem = plan->packed_problem;
     }
     out->op = (int32_t)plan->desc.op;
     out->dtype = (int32_t)plan->desc.dtype;

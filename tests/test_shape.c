@@ -36,8 +36,7 @@ static int random_is(int percent) {
 /* Axes of a rank in random order. */
 static void random_order(int rank, int order[NJ_MAX_RANK]) {
     int i;
-    for (i = 0; i < rank; i++)
-        order[i] = i;
+    for (i = 0; i < rank; i++) order[i] = i;
     for (i = rank - 1; i > 0; i--) {
         int j = (int)random_in(0, i), held = order[i];
         order[i] = order[j];
@@ -76,6 +75,11 @@ static void random_input_strides(int rank, const int64_t *shape, int64_t *stride
     }
 }
 
+/* Room for the elements of small views. */
+#define ARENA_BYTES 4096
+
+static _Alignas(8) unsigned char arena[ARENA_BYTES];
+
 /* ---- walking a view ------------------------------------------------------------------------- */
 
 /* Steps an index through extents, the last axis fastest; 0 after the last. */
@@ -91,8 +95,7 @@ static int next_index(int rank, const int64_t *extent, int64_t *index) {
 static int64_t dot(int rank, const int64_t *index, const int64_t *stride) {
     int64_t sum = 0;
     int axis;
-    for (axis = 0; axis < rank; axis++)
-        sum += index[axis] * stride[axis];
+    for (axis = 0; axis < rank; axis++) sum += index[axis] * stride[axis];
     return sum;
 }
 
@@ -131,8 +134,7 @@ static void reach_is_the_lowest_and_highest_element_walked(void **state) {
         }
         do {
             int64_t element = v.view.offset;
-            for (axis = 0; axis < v.view.rank; axis++)
-                element += index[axis] * v.stride[axis];
+            for (axis = 0; axis < v.view.rank; axis++) element += index[axis] * v.stride[axis];
             if (element < low) low = element;
             if (element > high) high = element;
         } while (next_index(v.view.rank, v.shape, index));
@@ -199,18 +201,74 @@ static void outputs_with_nested_strides_in_any_order_are_accepted(void **state) 
         memset(&v, 0, sizeof v);
         point_to_own_arrays(&v);
         v.view.rank = (int32_t)random_in(1, NJ_MAX_RANK);
-        for (axis = 0; axis < v.view.rank; axis++)
-            v.shape[axis] = random_in(1, 4);
+        for (axis = 0; axis < v.view.rank; axis++) v.shape[axis] = random_in(1, 4);
         random_output_strides(v.view.rank, v.shape, v.stride);
         assert_int_equal(nji_check_output_is_injective(&v.view, "self"), NJ_OK);
     }
 }
 
+/* ---- a glance at packed views --------------------------------------------------------------- */
+
+/* Changes one thing about a view, to what may be wrong, unusual or the same. */
+static void change_one_thing(small_view *v) {
+    static const int64_t numbers[] = {INT64_MIN,           -1,       0, 1, 2, 3, 40, 41, 42, 60,
+                                      NJI_MAX_ELEMENT - 1, INT64_MAX};
+    const int64_t number = numbers[random_in(0, COUNT_OF(numbers) - 1)];
+    const int axis = (int)random_in(0, v->view.rank - 1);
+    switch (random_in(0, 5)) {
+    case 0: v->view.rank = (int32_t)random_in(1, NJ_MAX_RANK); break;
+    case 1: v->shape[axis] = number; break;
+    case 2: v->stride[axis] = number; break;
+    case 3: v->view.offset = number; break;
+    case 4: v->view.count = number; break;
+    default: v->view.data = random_is(30) ? NULL : arena + random_in(0, 8); break;
+    }
+}
+
+static void a_glance_takes_packed_views_and_none_that_a_closer_look_refuses(void **state) {
+    int round, taken = 0, refused = 0;
+    (void)state;
+    random_state = 7;
+    for (round = 0; round < 50000; round++) {
+        const int changes = (int)random_in(0, 2);
+        small_view v;
+        nji_view closer;
+        nj_desc desc;
+        nj_tensor packed;
+        int i;
+        memset(&desc, 0, sizeof desc);
+        desc.rank = (int32_t)random_in(1, 4);
+        for (i = 0; i < desc.rank; i++) desc.shape[i] = random_is(5) ? 0 : random_in(1, 4);
+        packed = nj_packed(arena, desc.rank, desc.shape);
+        memset(&v, 0, sizeof v);
+        point_to_own_arrays(&v);
+        memcpy(v.shape, packed.shape, sizeof v.shape);
+        memcpy(v.stride, packed.stride, sizeof v.stride);
+        v.view.kind = NJI_FULL;
+        v.view.data = arena;
+        v.view.rank = desc.rank;
+        v.view.size = 1 << random_in(1, 3);
+        v.view.offset = random_in(0, 40);
+        v.view.count = random_is(50) ? 0 : packed.count + v.view.offset;
+        v.view.writable = random_is(50);
+        for (i = 0; i < changes; i++) change_one_thing(&v);
+        closer = v.view;
+        if (!nji_is_packed_view(&v.view, &packed)) {
+            assert_true(changes > 0 || packed.count == 0);
+            refused++;
+            continue;
+        }
+        taken++;
+        assert_int_equal(nji_check_view(&desc, &closer, "glance"), NJ_OK);
+        assert_int_equal(v.view.empty, closer.empty);
+        assert_int_equal(v.view.low, closer.low);
+        assert_int_equal(v.view.high, closer.high);
+        assert_true(v.view.first_byte == closer.first_byte && v.view.last_byte == closer.last_byte);
+    }
+    assert_true(taken > 10000 && refused > 10000);
+}
+
 /* ---- overlap of two views ------------------------------------------------------------------- */
-
-#define ARENA_BYTES 4096
-
-static _Alignas(8) unsigned char arena[ARENA_BYTES];
 
 /* A view somewhere in the arena; 0 when the draw does not fit. */
 static int random_view_in_arena(small_view *v) {
@@ -227,7 +285,7 @@ static int random_view_in_arena(small_view *v) {
         v->stride[axis] = random_is(20) ? random_in(-12, 12) : random_in(1, 12);
     }
     return nji_check_view_reach(&v->view, "overlap") == NJ_OK &&
-           nji_last_byte(&v->view) < (uintptr_t)arena + ARENA_BYTES;
+           v->view.last_byte < (uintptr_t)arena + ARENA_BYTES;
 }
 
 static void mark_bytes(const small_view *v, unsigned char *marks) {
@@ -250,9 +308,8 @@ static int share_a_byte(const small_view *a, const small_view *b) {
     return 0;
 }
 
-static int ranges_meet(const small_view *a, const small_view *b) {
-    return nji_first_byte(&a->view) <= nji_last_byte(&b->view) &&
-           nji_first_byte(&b->view) <= nji_last_byte(&a->view);
+static int overlap(const small_view *a, const small_view *b) {
+    return !nji_views_are_apart(&a->view, &b->view) && nji_views_overlap(&a->view, &b->view);
 }
 
 static void proven_overlap_is_real_overlap_both_ways(void **state) {
@@ -265,10 +322,10 @@ static void proven_overlap_is_real_overlap_both_ways(void **state) {
         if (!random_view_in_arena(&a) || !random_view_in_arena(&b)) continue;
         pairs++;
         real = share_a_byte(&a, &b);
-        assert_int_equal(nji_views_overlap(&a.view, &b.view), real);
-        assert_int_equal(nji_views_overlap(&b.view, &a.view), real);
-        apart += !ranges_meet(&a, &b);
-        interleaved += ranges_meet(&a, &b) && !real;
+        assert_int_equal(overlap(&a, &b), real);
+        assert_int_equal(overlap(&b, &a), real);
+        apart += nji_views_are_apart(&a.view, &b.view);
+        interleaved += !nji_views_are_apart(&a.view, &b.view) && !real;
     }
     assert_true(apart > 500 && interleaved > 500 && pairs - apart - interleaved > 500);
 }
@@ -291,18 +348,18 @@ static void large_views_are_told_apart(void **state) {
     b.view.offset = 4096;
     assert_int_equal(nji_check_view_reach(&a.view, "large"), NJ_OK);
     assert_int_equal(nji_check_view_reach(&b.view, "large"), NJ_OK);
-    assert_int_equal(nji_views_overlap(&a.view, &b.view), 0);
+    assert_int_equal(overlap(&a, &b), 0);
     b.view.offset = 4095;
     assert_int_equal(nji_check_view_reach(&b.view, "large"), NJ_OK);
-    assert_int_equal(nji_views_overlap(&a.view, &b.view), 1);
+    assert_int_equal(overlap(&a, &b), 1);
     a.stride[1] = b.stride[1] = 2; /* even and odd columns */
     b.view.offset = 1;
     assert_int_equal(nji_check_view_reach(&a.view, "large"), NJ_OK);
     assert_int_equal(nji_check_view_reach(&b.view, "large"), NJ_OK);
-    assert_int_equal(nji_views_overlap(&a.view, &b.view), 0);
+    assert_int_equal(overlap(&a, &b), 0);
     b.view.offset = (int64_t)8192 * 12345678 + 2;
     assert_int_equal(nji_check_view_reach(&b.view, "large"), NJ_OK);
-    assert_int_equal(nji_views_overlap(&a.view, &b.view), 1);
+    assert_int_equal(overlap(&a, &b), 1);
 }
 
 /* ---- collapse ------------------------------------------------------------------------------- */
@@ -434,8 +491,7 @@ static void walk_problem(const nji_views *set, const nji_problem *problem, finge
     int64_t index[NJI_DIMS] = {0}, extent[NJI_DIMS], rows = 1, cols = 1;
     int d;
     memset(print, 0, sizeof *print);
-    for (d = 0; d < dims; d++)
-        extent[d] = problem->extent[d];
+    for (d = 0; d < dims; d++) extent[d] = problem->extent[d];
     do {
         uint64_t hash = NJI_HASH_SEED;
         int64_t row = 0, col = 0;
@@ -516,12 +572,10 @@ static void collapse_of_empty_problems_is_empty_and_touches_no_stride_of_the_emp
         }
         if (axis == desc.rank) continue;
         seen++;
-        for (axis = 0; axis < NJ_MAX_RANK; axis++)
-            args.x.stride[axis] = INT64_MAX;
+        for (axis = 0; axis < NJ_MAX_RANK; axis++) args.x.stride[axis] = INT64_MAX;
         args.x.offset = INT64_MAX;
         collapse(&desc, &args, &set, &problem);
-        for (d = 0; d < problem.row_dims; d++)
-            product *= problem.extent[d];
+        for (d = 0; d < problem.row_dims; d++) product *= problem.extent[d];
         assert_int_equal(product, problem.rows);
         for (product = 1; d < problem.row_dims + problem.col_dims; d++)
             product *= problem.extent[d];
@@ -534,11 +588,57 @@ static void collapse_of_empty_problems_is_empty_and_touches_no_stride_of_the_emp
                 continue;
             }
             assert_null(operand->data);
-            for (d = 0; d < NJI_DIMS; d++)
-                assert_int_equal(operand->stride[d], 0);
+            for (d = 0; d < NJI_DIMS; d++) assert_int_equal(operand->stride[d], 0);
         }
     }
     assert_true(seen > 1000);
+}
+
+/* Operands as nj_packed makes them, each somewhere in its range. A forward may go without
+ * statistics. */
+static void random_packed_args(const nj_desc *desc, nj_args *args) {
+    size_t i;
+    for (i = 0; i < COUNT_OF(operands); i++) {
+        nj_tensor *tensor = (nj_tensor *)(void *)((char *)args + operands[i].at);
+        int64_t shape[NJ_MAX_RANK];
+        int32_t rank;
+        nji_expected_shape(desc, operands[i].kind, &rank, shape);
+        *tensor = nj_packed((void *)(uintptr_t)((i + 1) * OPERAND_BYTES), rank, shape);
+        tensor->offset = random_in(0, 5);
+        tensor->count = 0;
+    }
+    if (nji_is_forward(desc) && random_is(30)) memset(&args->mean, 0, sizeof args->mean);
+    if (nji_is_forward(desc) && random_is(30)) memset(&args->rstd, 0, sizeof args->rstd);
+}
+
+static void packed_operands_bind_to_what_they_collapse_to(void **state) {
+    int round, seen = 0;
+    (void)state;
+    random_state = 8;
+    for (round = 0; round < 6000; round++) {
+        nj_desc desc = random_desc(5);
+        nj_args args;
+        nj_plan plan;
+        nji_views set;
+        nji_problem at_once, collapsed;
+        random_packed_args(&desc, &args);
+        memset(&plan, 0, sizeof plan);
+        plan.desc = desc;
+        plan.backend = NJ_BACKEND_HOST;
+        assert_int_equal(nji_check_desc(&plan.desc, &plan.rows, &plan.cols, "bind"), NJ_OK);
+        nji_prepare_packed(&plan);
+        assert_int_equal(nji_check_args(&plan, &args, &set, "bind"), NJ_OK);
+        assert_int_equal(set.packed, plan.packed[NJI_FULL].count > 0);
+        nji_bind(&plan, &set, &at_once);
+        set.packed = 0;
+        nji_bind(&plan, &set, &collapsed);
+        /* Nobody reads the strides of an operand that is not there. */
+        if (!collapsed.mean.data) memset(at_once.mean.stride, 0, sizeof at_once.mean.stride);
+        if (!collapsed.rstd.data) memset(at_once.rstd.stride, 0, sizeof at_once.rstd.stride);
+        assert_memory_equal(&at_once, &collapsed, sizeof collapsed);
+        seen += plan.packed[NJI_FULL].count > 0;
+    }
+    assert_true(seen > 3000);
 }
 
 /* The problem of a forward on x and y with these strides (NULL: packed), parameters packed. */
@@ -692,12 +792,16 @@ static void checked_arithmetic_agrees_with_wider_arithmetic_at_the_edges(void **
     static const int64_t edges[] = {INT64_MIN,
                                     INT64_MIN + 1,
                                     -((int64_t)1 << 32),
+                                    (int64_t)INT32_MIN - 1,
+                                    INT32_MIN,
                                     -3037000500,
                                     -2,
                                     -1,
                                     0,
                                     1,
                                     2,
+                                    INT32_MAX,
+                                    (int64_t)INT32_MAX + 1,
                                     3037000499,
                                     (int64_t)1 << 32,
                                     INT64_MAX / 2,
@@ -725,10 +829,12 @@ int main(void) {
         cmocka_unit_test(reach_is_the_lowest_and_highest_element_walked),
         cmocka_unit_test(no_output_that_overlaps_itself_is_accepted),
         cmocka_unit_test(outputs_with_nested_strides_in_any_order_are_accepted),
+        cmocka_unit_test(a_glance_takes_packed_views_and_none_that_a_closer_look_refuses),
         cmocka_unit_test(proven_overlap_is_real_overlap_both_ways),
         cmocka_unit_test(large_views_are_told_apart),
         cmocka_unit_test(collapsed_problem_visits_the_same_rows_columns_and_addresses),
         cmocka_unit_test(collapse_of_empty_problems_is_empty_and_touches_no_stride_of_the_empty),
+        cmocka_unit_test(packed_operands_bind_to_what_they_collapse_to),
         cmocka_unit_test(packed_tensors_collapse_to_one_row_and_one_column_dim),
         cmocka_unit_test(axes_in_permuted_memory_order_are_sorted_and_merged),
         cmocka_unit_test(axes_of_extent_1_vanish),

@@ -254,7 +254,12 @@ NJ_API nj_status nj_plan_can_implement(const nj_plan *plan, const nj_args *args)
 
 /* Bytes of workspace for one run; may be 0. Its address: a multiple of 256 for CUDA (what
    cuMemAlloc gives), of 16 on the host (what malloc gives). Contents irrelevant before and after. 0
-   for NULL. */
+   for NULL. It holds partial sums, so it stays small. Bounds, pair = two f32 (f64 for f64) a
+   column:
+
+     CUDA  for dgamma, dbeta: 128 KiB a multiprocessor (16.5 MiB on 132), or one pair if that is
+           more; for rows too long for one block or cluster besides 1/512 of x's bytes
+     host  for dgamma, dbeta: 1 MiB, or 64 pairs if that is more, and room to align them */
 NJ_API size_t nj_plan_workspace_size(const nj_plan *plan);
 
 /* CUDA: enqueues on stream (a CUstream or cudaStream_t; NULL = the legacy default stream) and

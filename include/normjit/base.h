@@ -83,9 +83,14 @@ static nj_status nji_out_of_memory(const char *call, size_t bytes) {
 
 /* ---- checked arithmetic --------------------------------------------------------------------- */
 
-/* 1 and *out on success, 0 when the result does not fit. */
+static int nji_is_i32(int64_t value) {
+    return value >= INT32_MIN && value <= INT32_MAX;
+}
+
+/* 1 and *out on success, 0 when the result does not fit. Divisions are slow: small factors, the
+   usual ones, do without. */
 static int nji_mul_i64(int64_t a, int64_t b, int64_t *out) {
-    if (a != 0 && b != 0) {
+    if (!(nji_is_i32(a) && nji_is_i32(b)) && a != 0 && b != 0) {
         if (a > 0 ? (b > 0 ? a > INT64_MAX / b : b < INT64_MIN / a)
                   : (b > 0 ? a < INT64_MIN / b : b < INT64_MAX / a))
             return 0;

@@ -439,7 +439,7 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
     if (!(cuda->flags & NJ_CTX_CHECK_POINTERS)) return NJ_OK;
     status = nji_cuda_enter(cuda, &pushed, call);
     for (i = 0; status == NJ_OK && i < count; i++) {
-        uint64_t address = (uint64_t)nji_first_byte(&views[i]);
+        uint64_t address = (uint64_t)views[i].first_byte;
         unsigned type = 0;
         int ordinal = 0;
         if (views[i].empty) continue;
@@ -465,15 +465,13 @@ static nj_status nji_cuda_check_operands(const nji_cuda *cuda, const nji_view *v
 
 /* ---- run ------------------------------------------------------------------------------------ */
 
-/* Address and strides of `dims` dims allow accesses of `bytes`. */
+/* Address and strides of `dims` dims allow accesses of `bytes`, a power of two. */
 static int nji_is_aligned(const nji_operand *operand, int dims, int64_t bytes,
                           int64_t element_bytes) {
+    uint64_t steps = (uint64_t)(uintptr_t)operand->data;
     int d;
-    if ((uintptr_t)operand->data % (uintptr_t)bytes != 0) return 0;
-    for (d = 0; d < dims; d++) {
-        if (operand->stride[d] * element_bytes % bytes != 0) return 0;
-    }
-    return 1;
+    for (d = 0; d < dims; d++) steps |= (uint64_t)(operand->stride[d] * element_bytes);
+    return (steps & (uint64_t)(bytes - 1)) == 0;
 }
 
 /* Whether the rows kernels take these operands. */

@@ -42,8 +42,8 @@
 #define NJI_HOST_PAD_BYTES 64      /* keeps panel rows out of each other's cache sets */
 #define NJI_HOST_BUFFER_BYTES (NJI_HOST_PANEL_BYTES + NJI_HOST_ROWS * NJI_HOST_PAD_BYTES)
 #define NJI_HOST_ROOM_BYTES 98304 /* of a thread: two rows of 12288 floats, or what panels need */
-#define NJI_HOST_SWEEP_COLS 8192 /* columns of one sum of float or double, where in place */
-#define NJI_HOST_SUM_ROWS 256    /* rows of one such sum, about */
+#define NJI_HOST_SWEEP_COLS 8192  /* columns of one sum of float or double, where in place */
+#define NJI_HOST_SUM_ROWS 256     /* rows of one such sum, about */
 
 /* Tuned on memory-bound sizes; only speed depends on them. */
 #define NJI_HOST_LONG_ROW 8192        /* bytes of a row that is long; see nji_host_is_long */
@@ -145,8 +145,7 @@ typedef void (*nji_host_copy)(const void *from, const int64_t *from_row, int64_t
         for (r = 0; r < rows; r++) {                                                               \
             const source *a = in + from_row[r];                                                    \
             target *b = out + to_row[r];                                                           \
-            for (c = 0; c < cols; c++)                                                             \
-                b[c * to_col] = (target)convert(a[c * from_col]);                                  \
+            for (c = 0; c < cols; c++) b[c * to_col] = (target)convert(a[c * from_col]);           \
         }                                                                                          \
     }
 
@@ -298,10 +297,8 @@ typedef double nji_stored_f64;
 #define NJI_PUT(vec, pieces, p, value, stream)                                                     \
     do {                                                                                           \
         vec packed = (vec)(value);                                                                 \
-        if (stream)                                                                                \
-            NJI_STREAM_##pieces((__m128i *)(p), (const nji_u32_base *)&packed);                    \
-        else                                                                                       \
-            NJI_AT(vec, p) = packed;                                                               \
+        if (stream) NJI_STREAM_##pieces((__m128i *)(p), (const nji_u32_base *)&packed);            \
+        else NJI_AT(vec, p) = packed;                                                              \
     } while (0)
 #define NJI_STREAM_1(to, piece) _mm_stream_si128(to, (__m128i)(piece)[0])
 #define NJI_STREAM_2(to, piece) (NJI_STREAM_1(to, piece), NJI_STREAM_1((to) + 1, (piece) + 1))
@@ -390,10 +387,8 @@ typedef double nji_stored_f64;
         real *a = (real *)to;                                                                      \
         const real *b = (const real *)from;                                                        \
         int64_t c = 0;                                                                             \
-        for (; c + lanes <= cols; c += lanes)                                                      \
-            NJI_AT(vec, a + c) += NJI_READ(vec, b + c);                                            \
-        for (; c < cols; c++)                                                                      \
-            a[c] += b[c];                                                                          \
+        for (; c + lanes <= cols; c += lanes) NJI_AT(vec, a + c) += NJI_READ(vec, b + c);          \
+        for (; c < cols; c++) a[c] += b[c];                                                        \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_add_wide_##real##_##isa(double *to, const void *from,              \
@@ -404,8 +399,7 @@ typedef double nji_stored_f64;
         int64_t step = (int64_t)(sizeof(vec) / sizeof(double)), c;                                 \
         for (c = 0; c + step <= cols; c += step)                                                   \
             NJI_AT(vec, to + c) += NJI_WIDER(NJI_READ(part, b + c), vec);                          \
-        for (; c < cols; c++)                                                                      \
-            to[c] += (double)b[c];                                                                 \
+        for (; c < cols; c++) to[c] += (double)b[c];                                               \
     }
 
 /* And this is the arithmetic, for rows of one element type. Columns go by four vectors or two, then
@@ -424,10 +418,8 @@ typedef double nji_stored_f64;
             d += NJI_GET_##elem##_##isa(x + c + 2 * lanes);                                        \
             e += NJI_GET_##elem##_##isa(x + c + 3 * lanes);                                        \
         }                                                                                          \
-        for (; c + lanes <= cols; c += lanes)                                                      \
-            a += NJI_GET_##elem##_##isa(x + c);                                                    \
-        for (; c < cols; c++)                                                                      \
-            rest += NJI_GET1_##elem(x + c);                                                        \
+        for (; c + lanes <= cols; c += lanes) a += NJI_GET_##elem##_##isa(x + c);                  \
+        for (; c < cols; c++) rest += NJI_GET1_##elem(x + c);                                      \
         a = (a + b) + (d + e);                                                                     \
         return nji_host_lanes_##real##_##isa(&a) + (double)rest;                                   \
     }                                                                                              \
@@ -511,8 +503,7 @@ typedef double nji_stored_f64;
             NJI_PREFETCH((const char *)(dy + c) + dy_ahead);                                       \
             NJI_HOST_STEP(vec, NJI_GET_##elem##_##isa, NJI_PUT_##elem##_##isa)                     \
         }                                                                                          \
-        for (; c < cols; c++)                                                                      \
-            NJI_HOST_STEP(real, NJI_GET1_##elem, NJI_PUT1_##elem)                                  \
+        for (; c < cols; c++) NJI_HOST_STEP(real, NJI_GET1_##elem, NJI_PUT1_##elem)                \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_sum_##elem##_##isa(nji_host_panel *panel, int64_t cols) {          \
@@ -629,8 +620,7 @@ typedef double nji_stored_f64;
         int64_t i = 0;                                                                             \
         for (; i + lanes <= count; i += lanes)                                                     \
             NJI_AT(nji_float_##isa, out + i) = NJI_GET_##elem##_##isa(in + i);                     \
-        for (; i < count; i++)                                                                     \
-            out[i] = NJI_GET1_##elem(in + i);                                                      \
+        for (; i < count; i++) out[i] = NJI_GET1_##elem(in + i);                                   \
     }                                                                                              \
                                                                                                    \
     TARGET static void nji_host_store_##elem##_##isa(const void *from, void *to, int64_t count) {  \
@@ -639,8 +629,7 @@ typedef double nji_stored_f64;
         int64_t i = 0;                                                                             \
         for (; i + lanes <= count; i += lanes)                                                     \
             NJI_PUT_##elem##_##isa(out + i, NJI_READ(nji_float_##isa, in + i), 0);                 \
-        for (; i < count; i++)                                                                     \
-            NJI_PUT1_##elem(out + i, in[i], 0);                                                    \
+        for (; i < count; i++) NJI_PUT1_##elem(out + i, in[i], 0);                                 \
     }
 
 /* ---- instruction sets ----------------------------------------------------------------------- */
@@ -800,8 +789,7 @@ static void nji_host_row_offsets(const nji_problem *problem, const long long *st
     int d, r;
     if (problem->row_dims <= 1) {
         int64_t step = problem->row_dims ? stride[0] : 0;
-        for (r = 0; r < count; r++)
-            offset[r] = (row + r) * step;
+        for (r = 0; r < count; r++) offset[r] = (row + r) * step;
         return;
     }
     for (d = problem->row_dims - 1; d >= 0; d--) {
@@ -848,8 +836,7 @@ static void nji_host_load(const nji_host_job *job, const nji_host_view *view, co
     nji_host_row_copy fast = job->wide ? NULL : job->isa->load[view->dtype];
     int64_t row_at[NJI_HOST_ROWS], done, run, from, step;
     int r;
-    for (r = 0; r < rows; r++)
-        row_at[r] = r * job->pitch;
+    for (r = 0; r < rows; r++) row_at[r] = r * job->pitch;
     for (done = 0; done < count; done += run) {
         char *to = (char *)buffer + done * job->real_size;
         const char *base;
@@ -873,8 +860,7 @@ static void nji_host_store(const nji_host_job *job, const nji_host_view *view,
     nji_host_row_copy fast = job->wide ? NULL : job->isa->store[view->dtype];
     int64_t row_at[NJI_HOST_ROWS], done, run, to, step;
     int r;
-    for (r = 0; r < rows; r++)
-        row_at[r] = r * job->pitch;
+    for (r = 0; r < rows; r++) row_at[r] = r * job->pitch;
     for (done = 0; done < count; done += run) {
         const char *from = (const char *)buffer + done * job->real_size;
         char *base;
@@ -970,10 +956,8 @@ static void nji_host_begin_work(const nji_host_job *job, nji_host_work *work) {
     work->panel.x_ahead = nji_host_ahead(job, &job->x);
     work->panel.dy_ahead = job->dy.data ? nji_host_ahead(job, &job->dy) : 0;
     for (c = 0; c < job->chunk && !job->gamma.data; c++) {
-        if (job->wide)
-            ((double *)work->gamma)[c] = 1;
-        else
-            ((float *)work->gamma)[c] = 1;
+        if (job->wide) ((double *)work->gamma)[c] = 1;
+        else ((float *)work->gamma)[c] = 1;
     }
     if (job->is_forward && !job->beta.data)
         memset(work->beta, 0, (size_t)(job->chunk * job->real_size));
@@ -1079,8 +1063,7 @@ static void nji_host_row_stats(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
     double n = (double)job->cols;
     int r;
-    for (r = panel->begin; r < panel->end; r++)
-        panel->sum[r] = 0;
+    for (r = panel->begin; r < panel->end; r++) panel->sum[r] = 0;
     nji_host_sweep(job, work, job->math->sum, 0);
     for (r = panel->begin; r < panel->end; r++) {
         panel->center[r] = nji_host_round(job, panel->sum[r] / n);
@@ -1104,8 +1087,7 @@ static void nji_host_row_means(const nji_host_job *job, nji_host_work *work) {
     nji_host_panel *panel = &work->panel;
     double n = (double)job->cols;
     int r;
-    for (r = panel->begin; r < panel->end; r++)
-        panel->sum[r] = panel->square[r] = 0;
+    for (r = panel->begin; r < panel->end; r++) panel->sum[r] = panel->square[r] = 0;
     nji_host_sweep(job, work, job->math->backward_sums, 0);
     for (r = panel->begin; r < panel->end; r++) {
         panel->mean_g[r] = panel->sum[r] / n;
@@ -1217,8 +1199,7 @@ static void nji_host_keep_sums(const nji_host_job *job, const nji_host_work *wor
     if (!work->sums) return;
     if (summed == part * job->part_rows)
         memcpy(total, work->sums, (size_t)(2 * job->sum_cols * job->real_size));
-    else
-        job->isa->add[job->wide](total, work->sums, 2 * job->sum_cols);
+    else job->isa->add[job->wide](total, work->sums, 2 * job->sum_cols);
 }
 
 static void nji_host_backward_part(const nji_host_job *job, int64_t part) {
@@ -1250,8 +1231,7 @@ static void nji_host_finish_param(const nji_host_job *job, const nji_host_view *
     int adds = (job->problem->accumulate & (which ? NJ_GRAD_DBETA : NJ_GRAD_DGAMMA)) != 0;
     int64_t zero = 0, part, done, run, at, step, c;
     if (!view->data || (adds && job->parts == 0)) return;
-    for (c = 0; c < count; c++)
-        sum[c] = 0;
+    for (c = 0; c < count; c++) sum[c] = 0;
     for (part = 0; part < job->parts; part++)
         job->isa->add_wide[job->wide](
             sum, job->partial + ((part * 2 + which) * job->sum_cols + col) * job->real_size, count);
@@ -1262,8 +1242,7 @@ static void nji_host_finish_param(const nji_host_job *job, const nji_host_view *
         base = view->data + at * view->type->size;
         if (adds) {
             view->type->load[1](base, &zero, step, old, &zero, 1, 1, run, 0);
-            for (c = 0; c < run; c++)
-                sum[done + c] += old[c];
+            for (c = 0; c < run; c++) sum[done + c] += old[c];
         }
         view->type->store[1](sum + done, &zero, 1, base, &zero, step, 1, run, 0);
     }
@@ -1279,10 +1258,12 @@ static void nji_host_finish_cols(const nji_host_job *job, int64_t block) {
 /* ---- the two entries ------------------------------------------------------------------------ */
 
 /* How the rows are split for the parameter gradients. From the sizes alone: the split is part of
-   the result's bits. Workspace: at most 64 parts or 1 MiB, whichever is more, of 2*cols sums. */
+   the result's bits. Workspace: at most 64 parts or 1 MiB, whichever is more, of 2*cols sums, each
+   row of sums in cache lines of its own. */
 static void nji_host_split(int64_t rows, int64_t cols, int64_t real_size, int64_t *part_rows,
                            int64_t *parts) {
-    int64_t most = NJI_HOST_PARTIAL_BYTES / 2 / real_size / (cols > 0 ? cols : 1);
+    int64_t sum_cols = nji_host_sum_cols(cols > 0 ? cols : 1, real_size);
+    int64_t most = NJI_HOST_PARTIAL_BYTES / 2 / real_size / sum_cols;
     *parts = rows / NJI_HOST_PART_ROWS;
     if (*parts < NJI_HOST_LEAST_PARTS) *parts = NJI_HOST_LEAST_PARTS;
     if (most < NJI_HOST_PARTS) most = NJI_HOST_PARTS;
@@ -1400,15 +1381,13 @@ static void nji_host_for_each(void (*task)(const nji_host_job *, int64_t), const
 #pragma omp parallel
         {
 #pragma omp for schedule(static) nowait
-            for (i = 0; i < count; i++)
-                task(job, i);
+            for (i = 0; i < count; i++) task(job, i);
             nji_host_fence();
         }
         return;
     }
 #endif
-    for (i = 0; i < count; i++)
-        task(job, i);
+    for (i = 0; i < count; i++) task(job, i);
     nji_host_fence();
 }
 

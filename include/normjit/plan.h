@@ -15,6 +15,8 @@ struct nj_plan {
     nj_backend backend;
     int64_t rows, cols;
     size_t workspace_bytes;
+    nj_tensor packed[3];        /* what a packed operand of each nji_kind looks like */
+    nji_problem packed_problem; /* what packed operands bind to, but for their addresses */
     nji_cuda_plan cuda;
 };
 
@@ -127,7 +129,8 @@ static nj_status nji_check_desc(nj_desc *desc, int64_t *rows, int64_t *cols, con
 typedef struct nji_views {
     nji_view view[10];
     int count;
-    int guide; /* the output of x's shape, else dy */
+    int packed; /* each view is as nj_packed makes it */
+    int guide;  /* the output of x's shape, else dy */
 } nji_views;
 
 #define NJI_VIEW(set, args, field, kind_of, type_of, is_written)                                   \
@@ -151,7 +154,7 @@ typedef struct nji_views {
 /* Lists the operands that the descriptor uses; what it does not use is not looked at. */
 static void nji_list_views(const nj_desc *desc, const nj_args *args, nji_views *set) {
     nj_dtype type = desc->dtype, param = desc->param_dtype, stat = desc->stat_dtype;
-    set->count = 0;
+    set->count = set->packed = 0;
     if (nji_is_forward(desc)) {
         NJI_VIEW(set, args, y, NJI_FULL, type, 1);
         NJI_VIEW(set, args, x, NJI_FULL, type, 0);
@@ -184,7 +187,10 @@ static nj_status nji_check_args(const nj_plan *plan, const nj_args *args, nji_vi
     if (!plan) return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
     if (!args) return nji_fail(NJ_INVALID_ARGUMENT, "%s: args = NULL: operands are required", call);
     nji_list_views(&plan->desc, args, set);
+    set->packed = 1;
     for (i = 0; i < set->count; i++) {
+        if (nji_is_packed_view(&set->view[i], &plan->packed[set->view[i].kind])) continue;
+        set->packed = 0;
         status = nji_check_view(&plan->desc, &set->view[i], call);
         if (status != NJ_OK) return status;
     }
@@ -208,14 +214,14 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set,
                               "%s: workspace_size = %zu: the plan needs %zu bytes", call, size,
                               plan->workspace_bytes);
     }
-    if (first % alignment != 0) {
+    if ((first & (alignment - 1)) != 0) {
         return nji_fail(NJ_MISALIGNED_OPERAND, "%s: workspace = %p: must be a multiple of %d bytes",
                         call, workspace, (int)alignment);
     }
     for (i = 0; i < set->count; i++) {
         const nji_view *view = &set->view[i];
-        if (view->empty || nji_last_byte(view) < first ||
-            nji_first_byte(view) >= first + plan->workspace_bytes) {
+        if (view->empty || view->last_byte < first ||
+            view->first_byte >= first + plan->workspace_bytes) {
             continue;
         }
         return nji_fail(NJ_INVALID_ARGUMENT, "%s: workspace overlaps args.%s: it must be apart",
@@ -226,6 +232,15 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set,
 
 /* Checked views -> what a backend computes. */
 static void nji_bind(const nj_plan *plan, const nji_views *set, nji_problem *problem) {
+    if (set->packed) {
+        int i;
+        *problem = plan->packed_problem;
+        problem->mean.data = problem->rstd.data = NULL; /* a forward need not be given them */
+        for (i = 0; i < set->count; i++) {
+            nji_operand_of(problem, &set->view[i])->data = nji_first_element(&set->view[i]);
+        }
+        return;
+    }
     memset(problem, 0, sizeof *problem);
     problem->rows = plan->rows;
     problem->cols = plan->cols;
@@ -235,6 +250,29 @@ static void nji_bind(const nj_plan *plan, const nji_views *set, nji_problem *pro
     problem->grads = plan->desc.grads;
     problem->accumulate = plan->desc.accumulate;
     nji_collapse(&plan->desc, set->view, set->count, set->guide, problem);
+}
+
+/* What the plan knows of packed operands, at a made-up address. */
+static void nji_prepare_packed(nj_plan *plan) {
+    const nj_desc *desc = &plan->desc;
+    void *address = (void *)(uintptr_t)4096;
+    nj_args args;
+    nji_views set;
+    int kind;
+    for (kind = NJI_FULL; kind <= NJI_PARAM; kind++) {
+        int64_t shape[NJ_MAX_RANK];
+        int32_t rank;
+        nji_expected_shape(desc, (nji_kind)kind, &rank, shape);
+        plan->packed[kind] = nj_packed(address, rank, shape);
+    }
+    memset(&args, 0, sizeof args);
+    args.y = args.dx = plan->packed[NJI_FULL];
+    args.x = args.dy = nj_as_const(plan->packed[NJI_FULL]);
+    args.mean = args.rstd = plan->packed[NJI_STAT];
+    args.dgamma = args.dbeta = plan->packed[NJI_PARAM];
+    args.gamma = args.beta = nj_as_const(plan->packed[NJI_PARAM]);
+    nji_list_views(desc, &args, &set);
+    nji_bind(plan, &set, &plan->packed_problem);
 }
 
 /* ---- contexts ------------------------------------------------------------------------------- */
@@ -442,6 +480,7 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
         NJ_FREE(plan);
         return status;
     }
+    nji_prepare_packed(plan);
     nji_ctx_retain(ctx);
     plan->ctx = ctx;
     *out = plan;
@@ -480,26 +519,6 @@ NJ_API nj_status nj_plan_run(const nj_plan *plan, const nj_args *args, void *wor
     return nji_cuda_run(&plan->ctx->cuda, &plan->cuda, &problem, stream, call);
 }
 
-/* Packed operands at a made-up address: what a plan runs when nothing else is known. */
-static void nji_bind_packed(const nj_plan *plan, nji_problem *problem) {
-    const nj_desc *desc = &plan->desc;
-    int64_t full[NJ_MAX_RANK], param[NJ_MAX_RANK];
-    int32_t param_rank;
-    nj_args args;
-    nji_views set;
-    void *address = (void *)(uintptr_t)4096;
-    int i;
-    for (i = 0; i < desc->rank; i++) full[i] = desc->shape[i];
-    nji_expected_shape(desc, NJI_PARAM, &param_rank, param);
-    memset(&args, 0, sizeof args);
-    args.x = args.dy = nj_packed_const(address, desc->rank, full);
-    args.y = args.dx = nj_packed(address, desc->rank, full);
-    args.gamma = args.beta = nj_packed_const(address, param_rank, param);
-    args.dgamma = args.dbeta = nj_packed(address, param_rank, param);
-    nji_list_views(desc, &args, &set);
-    nji_bind(plan, &set, problem);
-}
-
 NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *out) {
     static const char call[] = "nj_plan_sku";
     nji_views set;
@@ -513,7 +532,7 @@ NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *o
     } else {
         if (!plan)
             return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
-        nji_bind_packed(plan, &problem);
+        problem = plan->packed_problem;
     }
     out->op = (int32_t)plan->desc.op;
     out->dtype = (int32_t)plan->desc.dtype;

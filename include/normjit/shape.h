@@ -62,6 +62,7 @@ typedef struct nji_view {
     const int64_t *shape, *stride;
     int64_t offset, count;
     int64_t low, high; /* lowest and highest element that the strides reach, from data */
+    uintptr_t first_byte, last_byte; /* their addresses */
     int32_t rank;
     int32_t size; /* bytes of an element */
     nji_kind kind;
@@ -90,9 +91,13 @@ static nj_status nji_missing_operand(const nji_view *view, const char *call) {
 }
 
 static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const char *call) {
-    int64_t expected[NJ_MAX_RANK];
-    int32_t rank, axis;
-    nji_expected_shape(desc, view->kind, &rank, expected);
+    int64_t own[NJ_MAX_RANK];
+    const int64_t *expected = desc->shape;
+    int32_t rank = desc->rank, axis;
+    if (view->kind != NJI_FULL) {
+        nji_expected_shape(desc, view->kind, &rank, own);
+        expected = own;
+    }
     if (view->rank == 0 && !view->data) return nji_missing_operand(view, call);
     if (view->rank != rank) {
         return nji_fail(NJ_INVALID_ARGUMENT, "%s: args.%s.rank = %d: this operand has rank %d",
@@ -110,7 +115,17 @@ static nj_status nji_check_view_shape(const nj_desc *desc, nji_view *view, const
     return NJ_OK;
 }
 
-/* Sets low and high; outputs must walk forward. */
+/* Past any address, and so that the bytes of two views, of 8 for an element, add up in int64. */
+#define NJI_MAX_ELEMENT (INT64_MAX / 32)
+
+static void nji_set_reach(nji_view *view, int64_t low, int64_t high) {
+    view->low = low;
+    view->high = high;
+    view->first_byte = (uintptr_t)view->data + (uintptr_t)low * (uintptr_t)view->size;
+    view->last_byte = (uintptr_t)view->data + ((uintptr_t)high + 1) * (uintptr_t)view->size - 1;
+}
+
+/* Sets what is reached; outputs must walk forward. */
 static nj_status nji_check_view_reach(nji_view *view, const char *call) {
     int64_t low = view->offset, high = view->offset;
     int axis;
@@ -136,7 +151,7 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
             "%s: args.%s: offset and strides reach element %lld: the buffer starts at 0", call,
             view->name, (long long)low);
     }
-    if (high > INT64_MAX / 4 / view->size) { /* so that two views' bytes add up in int64 */
+    if (high > NJI_MAX_ELEMENT) {
         return nji_fail(
             NJ_INVALID_ARGUMENT,
             "%s: args.%s: offset and strides reach element %lld: no address is that high", call,
@@ -147,8 +162,7 @@ static nj_status nji_check_view_reach(nji_view *view, const char *call) {
                               "%s: args.%s.count = %lld: offset and strides need %lld elements",
                               call, view->name, (long long)view->count, (long long)high + 1);
     }
-    view->low = low;
-    view->high = high;
+    nji_set_reach(view, low, high);
     return NJ_OK;
 }
 
@@ -176,6 +190,11 @@ static nj_status nji_check_output_is_injective(const nji_view *view, const char 
     }
 }
 
+/* Sizes are powers of two. */
+static int nji_is_element_address(const nji_view *view) {
+    return ((uintptr_t)view->data & (uintptr_t)(view->size - 1)) == 0;
+}
+
 /* Everything about one operand that does not involve another. */
 static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char *call) {
     nj_status status = nji_check_view_shape(desc, view, call);
@@ -191,7 +210,7 @@ static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char 
     }
     if (view->empty) return NJ_OK;
     if (!view->data) return nji_missing_operand(view, call);
-    if ((uintptr_t)view->data % (uintptr_t)view->size != 0) {
+    if (!nji_is_element_address(view)) {
         return nji_fail(NJ_MISALIGNED_OPERAND,
                         "%s: args.%s.data = %p: must be a multiple of the element size %d", call,
                         view->name, view->data, (int)view->size);
@@ -199,6 +218,27 @@ static nj_status nji_check_view(const nj_desc *desc, nji_view *view, const char 
     status = nji_check_view_reach(view, call);
     if (status != NJ_OK) return status;
     return view->writable ? nji_check_output_is_injective(view, call) : NJ_OK;
+}
+
+/* The usual operand, at a glance: 1 when it lies as `packed`, the packed tensor of its kind, and is
+   sound; then it sets what nji_check_view sets. 0: that must look closer. */
+static int nji_is_packed_view(nji_view *view, const nj_tensor *packed) {
+    const int64_t count = packed->count;
+    int64_t differs = 0;
+    int axis;
+    if (view->rank != packed->rank) return 0;
+    for (axis = 0; axis < packed->rank; axis++) {
+        differs |= view->shape[axis] ^ packed->shape[axis];
+        differs |= view->stride[axis] ^ packed->stride[axis];
+    }
+    if (differs || count == 0 || !view->data || !nji_is_element_address(view) || view->offset < 0 ||
+        view->offset > NJI_MAX_ELEMENT - count ||
+        (view->count != 0 && view->count < view->offset + count)) {
+        return 0;
+    }
+    view->empty = 0;
+    nji_set_reach(view, view->offset, view->offset + count - 1);
+    return 1;
 }
 
 /* ---- overlap -------------------------------------------------------------------------------- */
@@ -244,15 +284,6 @@ static int nji_can_sum(const nji_terms *terms, int first, int64_t target, int *b
     return 0;
 }
 
-static uintptr_t nji_first_byte(const nji_view *view) {
-    return (uintptr_t)view->data + (uintptr_t)view->low * (uintptr_t)view->size;
-}
-
-static uintptr_t nji_last_byte(const nji_view *view) {
-    return (uintptr_t)view->data + (uintptr_t)view->high * (uintptr_t)view->size +
-           (uintptr_t)view->size - 1;
-}
-
 static void nji_add_view_terms(nji_terms *terms, const nji_view *view) {
     int axis;
     for (axis = 0; axis < view->rank; axis++) {
@@ -263,17 +294,21 @@ static void nji_add_view_terms(nji_terms *terms, const nji_view *view) {
     nji_add_term(terms, 1, view->size - 1);
 }
 
-/* 1 when some byte is proven to belong to both. The addresses of a meet those of b where
-   a0 + sum(sa*i) = b0 + sum(sb*j); counting b's indices from its far end makes every term positive,
-   and whether they can sum to the distance is a small bounded search. */
+/* Whether one lies wholly below the other: the common case, and a quick answer. */
+static int nji_views_are_apart(const nji_view *a, const nji_view *b) {
+    return a->last_byte < b->first_byte || b->last_byte < a->first_byte;
+}
+
+/* Of views that are not apart: 1 when some byte is proven to belong to both. The addresses of a
+   meet those of b where a0 + sum(sa*i) = b0 + sum(sb*j); counting b's indices from its far end
+   makes every term positive, and whether they can sum to the distance is a small bounded search. */
 static int nji_views_overlap(const nji_view *a, const nji_view *b) {
     nji_terms terms;
     int budget = 4096;
-    if (nji_last_byte(a) < nji_first_byte(b) || nji_last_byte(b) < nji_first_byte(a)) return 0;
     terms.count = 0;
     nji_add_view_terms(&terms, a);
     nji_add_view_terms(&terms, b);
-    return nji_can_sum(&terms, 0, (int64_t)(nji_last_byte(b) - nji_first_byte(a)), &budget);
+    return nji_can_sum(&terms, 0, (int64_t)(b->last_byte - a->first_byte), &budget);
 }
 
 /* The same elements in the same order. */
@@ -297,7 +332,8 @@ static nj_status nji_check_overlaps(const nji_view *views, int count, const char
         if (!out->writable || out->empty) continue;
         for (j = 0; j < count; j++) {
             const nji_view *other = &views[j];
-            if (j == i || other->empty || (other->writable && j < i)) continue;
+            if (j == i || other->empty || nji_views_are_apart(out, other)) continue;
+            if (other->writable && j < i) continue;
             if (!other->writable && out->kind == NJI_FULL && nji_views_equal(out, other)) continue;
             if (!nji_views_overlap(out, other)) continue;
             return nji_fail(
@@ -351,7 +387,9 @@ static int nji_gather_axes(const nj_desc *desc, const nji_view *views, int count
 static int nji_merge_axes(nji_axis *axes, int n, int count, int guide) {
     int i, j, k, merged = 0;
     for (i = 1; i < n; i++) {
-        nji_axis moving = axes[i];
+        nji_axis moving;
+        if (axes[i - 1].stride[guide] >= axes[i].stride[guide]) continue;
+        moving = axes[i];
         for (j = i; j > 0 && axes[j - 1].stride[guide] < moving.stride[guide]; j--) {
             axes[j] = axes[j - 1];
         }
@@ -378,6 +416,10 @@ static void *nji_first_element(const nji_view *view) {
     return (char *)view->data + view->offset * view->size;
 }
 
+static nji_operand *nji_operand_of(nji_problem *problem, const nji_view *view) {
+    return (nji_operand *)(void *)((char *)problem + view->slot);
+}
+
 /* Fills extents, dims and operands of the problem from checked views. views[guide] is the tensor of
    x's shape whose memory order matters most: the output. */
 static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, int guide,
@@ -391,7 +433,7 @@ static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, 
     problem->col_dims = col_dims;
     for (d = 0; d < row_dims + col_dims; d++) problem->extent[d] = axes[d].extent;
     for (i = 0; i < count; i++) {
-        nji_operand *operand = (nji_operand *)(void *)((char *)problem + views[i].slot);
+        nji_operand *operand = nji_operand_of(problem, &views[i]);
         operand->data = nji_first_element(&views[i]);
         for (d = 0; d < row_dims + col_dims; d++) operand->stride[d] = axes[d].stride[i];
     }
