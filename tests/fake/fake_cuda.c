@@ -110,7 +110,8 @@ static struct {
     fake_launch launches[LAUNCHES];
     int launch_count;
     fake_event events[EVENTS];
-    int times_asked; /* since the first event */
+    int times_asked;     /* since the first event */
+    void *event_stream;  /* where an event was last recorded */
     struct {
         uintptr_t begin, end;
         int device;
@@ -136,7 +137,7 @@ static int injected(const char *function, int call) {
         if (strncmp(at, function, length) == 0 && at[length] == '=') {
             char *end;
             int code = (int)strtol(at + length + 1, &end, 10);
-            return *end != '@' || atoi(end + 1) == call ? code : SUCCESS;
+            if (*end != '@' || atoi(end + 1) == call) return code;
         }
         at = strchr(at, ',');
         if (at) at++;
@@ -570,10 +571,10 @@ int cuEventDestroy_v2(void *event) {
 
 int cuEventRecord(void *event, void *stream) {
     int result = enter_context("cuEventRecord");
-    (void)stream;
     if (result == SUCCESS && !event_of(event)) result = INVALID_HANDLE;
     if (result != SUCCESS) return leave(result);
     event_of(event)->recorded = 1;
+    fake.event_stream = stream;
     event_of(event)->done = 0;
     return leave(SUCCESS);
 }
@@ -630,6 +631,10 @@ int fake_cuda_live_events(void) {
     count = live_events();
     pthread_mutex_unlock(&lock);
     return count;
+}
+
+void *fake_cuda_event_stream(void) {
+    return fake.event_stream;
 }
 
 /* Holds on primary contexts. */
