@@ -31,6 +31,20 @@
        args.dx = nj_packed(dx, 2, shape);
        if (nj_plan_run(plan, &args, work, work_size, stream) != NJ_OK) return puts(nj_last_error());
 
+   MEASURED SELECTION
+   The tuning table was measured on few devices. nj_plan_select can time the table's best candidates
+   on yours, in memory that you lend it, and remembers the winner:
+
+       nj_preference pref = {0};
+       size_t least, enough;
+       nj_tune_scratch_size(ctx, &desc, NULL, &least, &enough);
+       pref.tune = NJ_TUNE_MEASURE; pref.tune_scratch = scratch; pref.tune_scratch_bytes = enough;
+       pref.tune_stream = stream;
+       if (nj_plan_select(&plan, ctx, &desc, &pref) != NJ_OK) return puts(nj_last_error());
+
+   It waits for the stream: do it before the loop. y, dx, mean and rstd keep their bits whichever
+   wins; see nj_tune_scratch_size for the rest.
+
    DEFINE, BEFORE THE IMPLEMENTATION
    NORMJIT_IMPLEMENTATION     in one file: the bodies
    NJ_STATIC                  beside it: every function is private to that file
@@ -40,7 +54,7 @@
    WHAT IT DOES NOT DO
    - It owns no tensor and no stream: pointers, strides and the workspace are yours. Operands lie
      where the plan's backend computes: on the device for CUDA, in host memory for the host.
-   - run does not compile, allocate, synchronise or copy. On CUDA it returns before the work is done.
+   - run does not compile, allocate, measure, synchronise or copy. On CUDA it returns before the work is done.
    - It never prints, exits, or reads the environment (but for nj_default_cache_dir).
    - It writes to disk only where nj_ctx_desc.cache_dir says.
    - No RMSNorm, no fused residual add yet; no f8; no GPU other than NVIDIA's.
@@ -21037,21 +21051,17 @@ static int64_t nji_tune_padded(int64_t bytes) {
 
 #define NJI_TUNE_PADDING (10 * NJI_WORKSPACE_ALIGNMENT) /* at most, between a set's operands */
 
-/* INT64_MAX when it is more. */
+#define NJI_TUNE_TOO_MUCH (INT64_MAX / 32) /* no device has it; ten times it are no overflow */
+
 static int64_t nji_trial_set_bytes(const nji_trial *trial, int64_t rows) {
     int64_t bytes;
-    if (!nji_mul_i64(rows, trial->row_bytes, &bytes) || bytes > INT64_MAX / 2) return INT64_MAX;
+    if (!nji_mul_i64(rows, trial->row_bytes, &bytes) || bytes > NJI_TUNE_TOO_MUCH)
+        return NJI_TUNE_TOO_MUCH;
     return nji_tune_padded(bytes) + NJI_TUNE_PADDING;
 }
 
-/* INT64_MAX when it is more. */
 static int64_t nji_trial_bytes(const nji_trial *trial, int64_t rows, int64_t sets) {
-    int64_t bytes;
-    if (!nji_mul_i64(sets, nji_trial_set_bytes(trial, rows), &bytes) ||
-        !nji_add_i64(trial->shared_bytes, bytes, &bytes)) {
-        return INT64_MAX;
-    }
-    return bytes;
+    return trial->shared_bytes + sets * nji_trial_set_bytes(trial, rows);
 }
 
 static int64_t nji_trial_least(const nji_trial *trial) {
@@ -21067,7 +21077,6 @@ static int64_t nji_trial_enough(const nji_trial *trial) {
 /* Packed operands for so many rows, which the kernels take like those of a run. */
 static void nji_trial_views(nji_trial *trial, int64_t rows, void *address, nj_args *args,
                             nji_views *views) {
-    trial->rows = rows;
     trial->desc.rank = 3;
     trial->desc.shape[0] = rows / trial->run;
     trial->desc.shape[1] = trial->cols;
@@ -21116,8 +21125,8 @@ static void nji_trial_make(nji_trial *trial, const nji_cuda *cuda, const nji_cud
     }
     trial->shared_bytes += trial->workspace_bytes;
     trial->least_rows = nji_min_i64(nji_ceil_div(trial->least_rows, run) * run, rows);
-    trial->enough_rows = nji_ceil_div(NJI_TUNE_BYTES, trial->row_bytes * run) * run;
-    trial->enough_rows = nji_min_i64(nji_clamp(trial->enough_rows, trial->least_rows, rows), rows);
+    trial->enough_rows = nji_ceil_div(NJI_TUNE_BYTES / trial->row_bytes + 1, run) * run;
+    trial->enough_rows = nji_clamp(trial->enough_rows, trial->least_rows, rows);
 }
 
 /* Cuts the scratch memory into sets: as many rows as it holds, then as many sets. */
