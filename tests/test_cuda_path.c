@@ -1846,6 +1846,38 @@ static void threads_share_a_ctx_and_a_plan(void **state) {
     nj_ctx_destroy(ctx);
 }
 
+static void *measure_too(void *arg) {
+    worker *w = (worker *)arg;
+    nj_desc desc = backward_desc();
+    nj_preference pref = measuring();
+    nj_plan *plan;
+    if (nj_plan_select(&plan, w->ctx, &desc, &pref) != NJ_OK) w->complaint = "select failed";
+    else if (plan->cuda.candidate != 1) w->complaint = "another won";
+    nj_plan_destroy(plan);
+    return NULL;
+}
+
+static void threads_measure_one_descriptor_once(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nji_choice choice[NJI_TUNE_CANDIDATES];
+    pthread_t thread[4];
+    worker workers[4];
+    int i;
+    (void)state;
+    let_win(1, candidates_of(ctx, backward_desc(), choice));
+    for (i = 0; i < 4; i++) {
+        workers[i].ctx = ctx;
+        workers[i].complaint = NULL;
+        assert_int_equal(pthread_create(&thread[i], NULL, measure_too, &workers[i]), 0);
+    }
+    for (i = 0; i < 4; i++) {
+        assert_int_equal(pthread_join(thread[i], NULL), 0);
+        if (workers[i].complaint) fail_msg("%s", workers[i].complaint);
+    }
+    assert_int_equal(tunes_of(ctx), 1);
+    nj_ctx_destroy(ctx);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
 
 int main(void) {
@@ -1905,6 +1937,7 @@ int main(void) {
         TEST(measuring_releases_everything_whichever_allocation_fails),
         TEST(refused_candidates_leave_the_embedded_ptx),
         TEST(threads_share_a_ctx_and_a_plan),
+        TEST(threads_measure_one_descriptor_once),
     };
     return cmocka_run_group_tests_name("CUDA path", tests, open_fakes, NULL);
 }

@@ -472,7 +472,7 @@ static void collapse(nj_desc *desc, const nj_args *args, nji_views *set, nji_pro
     plan.desc = *desc;
     plan.backend = NJ_BACKEND_HOST;
     if (nji_check_args(&plan, args, set, "collapse") != NJ_OK) fail_msg("%s", nj_last_error());
-    nji_bind(&plan, set, problem);
+    nji_bind(&plan.desc, plan.rows, plan.cols, set, problem);
 }
 
 static void collapsed_problem_visits_the_same_rows_columns_and_addresses(void **state) {
