@@ -45,7 +45,7 @@ static struct {
     int (*count)(const char *function);
     int (*live_modules)(void);
     int (*live_events)(void);
-    void *(*event_stream)(void);
+    void *(*timed_stream)(void);
     int (*live_contexts)(void);
     int (*pushed)(void);
     void *(*own_context)(int device);
@@ -78,7 +78,7 @@ static int open_fakes(void **state) {
     find(cuda, "fake_cuda_count", &fake.count);
     find(cuda, "fake_cuda_live_modules", &fake.live_modules);
     find(cuda, "fake_cuda_live_events", &fake.live_events);
-    find(cuda, "fake_cuda_event_stream", &fake.event_stream);
+    find(cuda, "fake_cuda_timed_stream", &fake.timed_stream);
     find(cuda, "fake_cuda_live_contexts", &fake.live_contexts);
     find(cuda, "fake_cuda_pushed", &fake.pushed);
     find(cuda, "fake_cuda_own_context", &fake.own_context);
@@ -1309,6 +1309,28 @@ static void tables_geometry_stays_unless_another_is_clearly_faster(void **state)
         assert_int_equal(nji_tune_winner(cases[i].ms, 4), cases[i].winner);
 }
 
+static void least_time_counts_and_the_first_round_does_not(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nj_desc desc = backward_desc();
+    nji_choice choice[NJI_TUNE_CANDIDATES];
+    int count = candidates_of(ctx, desc, choice), round, i;
+    char times[256] = "";
+    nj_plan *plan;
+    (void)state;
+    assert_true(count >= 3);
+    for (round = 0; round <= NJI_TUNE_ROUNDS; round++) {
+        for (i = 0; i < count; i++) {
+            const char *ms = round == 0 && i == 1 ? "1," : round == 3 && i == 2 ? "6," : "10,";
+            strcat(times, round == NJI_TUNE_ROUNDS && i == count - 1 ? "10" : ms);
+        }
+    }
+    set("NJ_FAKE_MS", times);
+    plan = plan_with(ctx, desc, measuring());
+    assert_int_equal(candidate_of(plan), 2);
+    nj_plan_destroy(plan);
+    nj_ctx_destroy(ctx);
+}
+
 /* Every operand that a launch was given. */
 static void assert_within_scratch(const nji_problem *problem, const nj_desc *desc, size_t bytes) {
     const nji_operand *operand = &problem->x;
@@ -1330,16 +1352,19 @@ static void assert_within_scratch(const nji_problem *problem, const nj_desc *des
     if (problem->sums) assert_in_range((uintptr_t)problem->sums, begin, end);
 }
 
-/* Operands of one launch may not share a byte: it would be measured faster than it is. */
+/* Operands and workspace of one launch may not share a byte: it would be measured faster than it is. */
 static void assert_apart(const nji_problem *problem, const nj_desc *desc) {
     const nji_operand *a = &problem->x, *b;
     int64_t rows = problem->rows, cols = problem->cols;
+    const char *workspace_end =
+        (char *)problem->partial + problem->parts * 2 * cols * (int64_t)sizeof(float);
     for (; a < &problem->x + 10; a++) {
         int is_stat = a == &problem->mean || a == &problem->rstd;
         int is_full = a == &problem->x || a == &problem->dy || a == &problem->y || a == &problem->dx;
         size_t bytes = is_stat ? (size_t)rows * 4
                                : (size_t)(is_full ? rows * cols : cols) * nj_dtype_size(desc->dtype);
         if (!a->data) continue;
+        assert_true(!problem->partial || (char *)a->data >= workspace_end);
         for (b = &problem->x; b < &problem->x + 10; b++) {
             if (b == a || !b->data || b->data < a->data) continue;
             assert_true((char *)b->data >= (char *)a->data + bytes);
@@ -1379,7 +1404,7 @@ static void measuring_launches_on_the_given_stream_and_within_the_scratch(void *
                     assert_within_scratch(problem, &desc, size[which]);
                     assert_apart(problem, &desc);
                 }
-                assert_ptr_equal(fake.event_stream(), TUNE_STREAM);
+                assert_ptr_equal(fake.timed_stream(), TUNE_STREAM);
                 nj_plan_destroy(plan);
                 measured++;
             }
@@ -1424,6 +1449,7 @@ static void winner_is_remembered_on_disk(void **state) {
     nj_preference none = recalling();
     nj_plan *plan;
     nj_ctx *ctx;
+    int i;
     (void)state;
     assert_non_null(mkdtemp(folder));
     ctx_desc.cache_dir = folder;
@@ -1439,12 +1465,22 @@ static void winner_is_remembered_on_disk(void **state) {
     assert_int_equal(tunes_of(ctx), 0);
     assert_int_equal(ctx->cuda.jit.stats.compiles, 0);
     assert_int_equal(fake.live_modules(), modules_before + 2); /* the losers were not even loaded */
+    assert_int_equal(ctx->cuda.jit.stats.disk_hits, 3);        /* two programs and the record */
+    nj_plan_destroy(plan);
+    plan = plan_with(ctx, desc, none); /* the ctx knows it by now */
+    assert_int_equal(candidate_of(plan), 1);
+    assert_int_equal(ctx->cuda.jit.stats.disk_hits, 3);
     nj_plan_destroy(plan);
     nj_ctx_destroy(ctx);
-    set("NJ_FAKE_CC", "80"); /* another device's answer is its own */
-    ctx = ctx_of(&ctx_desc);
-    assert_int_equal(nj_plan_select(&plan, ctx, &desc, &none), NJ_WORKSPACE_TOO_SMALL);
-    nj_ctx_destroy(ctx);
+    for (i = 0; i < 2; i++) { /* an answer is for its architecture and for devices of its name */
+        if (i == 0) set("NJ_FAKE_CC", "80");
+        else set("NJ_FAKE_DEVICES", "2");
+        ctx_desc.device = i;
+        ctx = ctx_of(&ctx_desc);
+        assert_int_equal(nj_plan_select(&plan, ctx, &desc, &none), NJ_WORKSPACE_TOO_SMALL);
+        nj_ctx_destroy(ctx);
+        unsetenv("NJ_FAKE_CC");
+    }
     remove_folder(folder);
 }
 
@@ -1922,6 +1958,7 @@ int main(void) {
         TEST(everything_is_released_whichever_allocation_fails),
         TEST(fastest_geometry_is_the_plans),
         TEST(tables_geometry_stays_unless_another_is_clearly_faster),
+        TEST(least_time_counts_and_the_first_round_does_not),
         TEST(measuring_launches_on_the_given_stream_and_within_the_scratch),
         TEST(winner_is_remembered_in_the_ctx),
         TEST(winner_is_remembered_on_disk),

@@ -78,6 +78,7 @@ typedef struct fake_launch {
 typedef struct fake_event {
     fake_context *context; /* NULL: free */
     int recorded, done;
+    void *stream;
 } fake_event;
 
 /* CUlaunchAttribute and CUlaunchConfig. */
@@ -110,8 +111,8 @@ static struct {
     fake_launch launches[LAUNCHES];
     int launch_count;
     fake_event events[EVENTS];
-    int times_asked;     /* since the first event */
-    void *event_stream;  /* where an event was last recorded */
+    int times_asked;    /* since the first event */
+    void *timed_stream; /* where both events of the latest time were recorded */
     struct {
         uintptr_t begin, end;
         int device;
@@ -574,7 +575,7 @@ int cuEventRecord(void *event, void *stream) {
     if (result == SUCCESS && !event_of(event)) result = INVALID_HANDLE;
     if (result != SUCCESS) return leave(result);
     event_of(event)->recorded = 1;
-    fake.event_stream = stream;
+    event_of(event)->stream = stream;
     event_of(event)->done = 0;
     return leave(SUCCESS);
 }
@@ -594,6 +595,7 @@ int cuEventElapsedTime(float *ms, void *from, void *to) {
     if (result == SUCCESS && (!a || !b || !a->recorded || !b->recorded)) result = INVALID_HANDLE;
     if (result == SUCCESS && (!a->done || !b->done)) result = NOT_READY;
     if (result != SUCCESS) return leave(result);
+    fake.timed_stream = a->stream == b->stream ? a->stream : NULL;
     *ms = 1;
     if (times && *times) {
         int count = 1;
@@ -633,8 +635,8 @@ int fake_cuda_live_events(void) {
     return count;
 }
 
-void *fake_cuda_event_stream(void) {
-    return fake.event_stream;
+void *fake_cuda_timed_stream(void) {
+    return fake.timed_stream;
 }
 
 /* Holds on primary contexts. */
