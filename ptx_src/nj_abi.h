@@ -28,10 +28,16 @@ typedef struct nji_problem {
     int reserved;
 } nji_problem;
 
-/* Threads of a block of the strided kernels, and most lanes over parts of the kernel that adds
- * them. */
+/* Threads of a block of the strided kernels. */
 #define NJI_STRIDED_THREADS 256
+
+/* The kernel that adds parts: threads of a block along columns, columns of a thread, lanes over
+   parts, parts that a lane loads at once. */
+#define NJI_SUM_THREADS 16
+#define NJI_SUM_WIDTH 4
+#define NJI_SUM_COLS (NJI_SUM_THREADS * NJI_SUM_WIDTH)
 #define NJI_SUM_LANES 32
+#define NJI_SUM_BATCH 4
 
 /* Both compilers must lay it out alike; each asserts this size. */
 #define NJI_PROBLEM_BYTES 864

@@ -95,6 +95,17 @@ NJI_INLINE void nji_narrow(nji_real value, double *out) {
     *out = value;
 }
 
+template <typename T> NJI_INLINE void nji_widen_pair(const T *in, nji_real *out) {
+    out[0] = nji_widen(in[0]);
+    out[1] = nji_widen(in[1]);
+}
+// One instruction for each half; in lies in registers.
+NJI_INLINE void nji_widen_pair(const nji_bf16 *in, nji_real *out) {
+    const unsigned int both = *(const unsigned int *)in;
+    out[0] = __uint_as_float(both << 16);
+    out[1] = __uint_as_float(both & 0xffff0000u);
+}
+
 template <typename T> NJI_INLINE void nji_narrow_pair(nji_real low, nji_real high, T *out) {
     nji_narrow(low, out);
     nji_narrow(high, out + 1);
@@ -112,6 +123,18 @@ NJI_INLINE void nji_narrow_pair(nji_real low, nji_real high, nji_bf16 *out) {
         : "f"((float)high), "f"((float)low));
 }
 #endif
+
+// The value as it is now: the compiler will not make it again from what it came from.
+NJI_INLINE float nji_pin(float value) {
+    float out;
+    asm volatile("mov.b32 %0, %1;" : "=f"(out) : "f"(value));
+    return out;
+}
+NJI_INLINE double nji_pin(double value) {
+    double out;
+    asm volatile("mov.b64 %0, %1;" : "=d"(out) : "d"(value));
+    return out;
+}
 
 // ---- packs: N neighbouring elements, moved in accesses of up to 16 bytes ------------------------
 
@@ -144,8 +167,12 @@ template <typename T, int N> struct nji_pack {
         for (int i = 0; i < BYTES / STEP; i++) ((word_type *)to)[i] = word[i];
     }
     __device__ __forceinline__ void widen(nji_real *out) const {
+        if (N == 1) {
+            out[0] = nji_widen(*(const T *)word);
+        } else {
 #pragma unroll
-        for (int i = 0; i < N; i++) out[i] = nji_widen(((const T *)word)[i]);
+            for (int i = 0; i + 1 < N; i += 2) nji_widen_pair((const T *)word + i, out + i);
+        }
     }
     __device__ __forceinline__ void narrow(const nji_real *in) {
         if (N == 1) {
@@ -231,6 +258,70 @@ NJI_INLINE nji_real nji_shift_of(nji_real value) {
     return value == value ? value : 0;
 }
 
+// ---- barriers -----------------------------------------------------------------------------------
+
+// Waits for the threads of a team, whole warps of a block.
+NJI_INLINE void nji_team_sync(int team, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+typedef unsigned long long nji_barrier;
+
+NJI_INLINE void nji_barrier_init(nji_barrier *barrier, int arrivals) {
+    const unsigned int at = (unsigned int)__cvta_generic_to_shared(barrier);
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+}
+
+// Makes the initial state known to the cluster; a meeting of its blocks must follow.
+NJI_INLINE void nji_barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and tells how many bytes this phase waits for.
+NJI_INLINE void nji_barrier_expect(nji_barrier *barrier, int bytes) {
+    const unsigned int at = (unsigned int)__cvta_generic_to_shared(barrier);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
+                 : "memory");
+}
+
+NJI_INLINE void nji_barrier_arrive(nji_barrier *barrier) {
+    const unsigned int at = (unsigned int)__cvta_generic_to_shared(barrier);
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+
+// Starts a copy of whole 16-byte pieces from global memory; the barrier counts its bytes.
+NJI_INLINE void nji_copy_bulk(void *shared, const void *from, int bytes, nji_barrier *arrived) {
+    const unsigned int to = (unsigned int)__cvta_generic_to_shared(shared);
+    const unsigned int bar = (unsigned int)__cvta_generic_to_shared(arrived);
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(bar)
+                 : "memory");
+}
+
+// Waits for the end of a phase; phases alternate between 0 and 1.
+NJI_INLINE void nji_barrier_wait(nji_barrier *barrier, int phase) {
+    const unsigned int at = (unsigned int)__cvta_generic_to_shared(barrier);
+    unsigned int done;
+    do {
+        asm volatile("{ .reg .pred p; "
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+                     "selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(at), "r"(phase)
+                     : "memory");
+    } while (!done);
+}
+
+// Address of the same place in another block of the cluster.
+NJI_INLINE unsigned int nji_shared_in(const void *shared, int rank) {
+    unsigned int here = (unsigned int)__cvta_generic_to_shared(shared), there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+    return there;
+}
+#endif
+
 // ---- clusters (sm_90 and later) -----------------------------------------------------------------
 
 #if __CUDA_ARCH__ >= 900
@@ -241,8 +332,7 @@ NJI_INLINE void nji_cluster_sync() {
 
 // Writes to the same shared-memory address in another block of the cluster.
 NJI_INLINE void nji_cluster_store(nji_real *shared, int rank, nji_real value) {
-    unsigned int here = (unsigned int)__cvta_generic_to_shared(shared), there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+    const unsigned int there = nji_shared_in(shared, rank);
     if (sizeof(nji_real) == 4) {
         asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"((float)value) : "memory");
     } else {
@@ -250,11 +340,29 @@ NJI_INLINE void nji_cluster_store(nji_real *shared, int rank, nji_real value) {
                      : "memory");
     }
 }
+
+// Sends two values to the same shared-memory address in another block of the cluster; their bytes
+// are counted by the barrier that lies there at `arrived`.
+NJI_INLINE void nji_cluster_send(nji_real *shared, nji_real a, nji_real b, nji_barrier *arrived,
+                                 int rank) {
+    const unsigned int to = nji_shared_in(shared, rank), bar = nji_shared_in(arrived, rank);
+    if (sizeof(nji_real) == 4) {
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 "
+                     "[%0], {%1, %2}, [%3];" ::"r"(to),
+                     "f"((float)a), "f"((float)b), "r"(bar)
+                     : "memory");
+    } else {
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 "
+                     "[%0], {%1, %2}, [%3];" ::"r"(to),
+                     "d"((double)a), "d"((double)b), "r"(bar)
+                     : "memory");
+    }
+}
 #endif
 
 // ---- dependent launch (sm_90 and later; nothing where the launch did not ask for it) ------------
 
-// Every kernel begins with this. The next kernel of the stream may take its place on the device as
+// Most kernels begin with this. The next kernel of the stream may take its place on the device as
 // soon as all our blocks have one; we ourselves touch no memory until all earlier kernels have
 // finished and their writes are seen.
 NJI_INLINE void nji_begin() {

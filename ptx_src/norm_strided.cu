@@ -85,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)
         if (!is_row) continue;
         for (nji_i64 col = place.col_lane; col < p.cols; col += place.col_lanes) {
             const nji_real xhat = ((nji_load_at(p, p.x, at.x, col) - center) - shift) * rstd;
-            const nji_real y = xhat * nji_load_param(p, p.gamma, col, 1) +
-                               nji_load_param(p, p.beta, col, 0);
+            const nji_real y =
+                xhat * nji_load_param(p, p.gamma, col, 1) + nji_load_param(p, p.beta, col, 0);
             nji_narrow(y, (NJI_X *)p.y.data + at.out + nji_col_offset(p, p.y, col));
         }
         if (place.col_lane == 0) nji_write_stats(p, at, center + shift, rstd);
@@ -177,36 +177,60 @@ extern "C" __global__ void __launch_bounds__(NJI_STRIDED_THREADS)
 }
 
 // dgamma or dbeta = (old +) the sum of its partials, in the order of the parts.
-// Block 32 x a power of two: a column for each x, the parts dealt over y, then a fixed tree. Grid:
-// columns / 32, and y = the gradients wanted. parts may be 0. Serves the rows kernels, too.
-extern "C" __global__ void __launch_bounds__(32 * NJI_SUM_LANES) nj_params_sum(NJI_PARAMETER p) {
-    __shared__ nji_real tree[NJI_SUM_LANES][32];
+// Block NJI_SUM_THREADS x 4 or more: NJI_SUM_WIDTH columns for each x, the parts dealt over y.
+// Grid: columns / NJI_SUM_COLS, and y = the gradients wanted. parts may be 0. Serves the fast
+// kernels, too.
+extern "C" __global__ void __launch_bounds__(NJI_SUM_THREADS *NJI_SUM_LANES)
+    nj_params_sum(NJI_PARAMETER p) {
+    typedef nji_pack<nji_real, NJI_SUM_WIDTH> pack_type;
+    __shared__ __align__(16) nji_real tree[NJI_SUM_LANES][NJI_SUM_COLS];
     const bool is_gamma = (p.grads & NJI_DGAMMA) && blockIdx.y == 0;
     const nji_operand &out = is_gamma ? p.dgamma : p.dbeta;
-    const nji_i64 col = (nji_i64)blockIdx.x * 32 + threadIdx.x;
+    const nji_i64 col = ((nji_i64)blockIdx.x * NJI_SUM_THREADS + threadIdx.x) * NJI_SUM_WIDTH;
+    const int count = (int)(p.cols - col < NJI_SUM_WIDTH ? p.cols - col : NJI_SUM_WIDTH);
     nji_begin();
-    nji_real sum = 0;
-    if (col < p.cols) {
-        const nji_real *from = (const nji_real *)p.partial + (is_gamma ? 0 : p.cols) + col;
-#pragma unroll 8
+    nji_real sum[NJI_SUM_WIDTH] = {0};
+    const nji_real *from = (const nji_real *)p.partial + (is_gamma ? 0 : p.cols) + col;
+    const nji_i64 part_size = 2 * p.cols;
+    if (count > 0 && p.cols % NJI_SUM_WIDTH == 0) {
+        for (int first = threadIdx.y; first < p.parts; first += NJI_SUM_BATCH * blockDim.y) {
+            pack_type pack[NJI_SUM_BATCH]; // all on their way at once
+#pragma unroll
+            for (int b = 0; b < NJI_SUM_BATCH; b++) {
+                const int part = first + b * blockDim.y;
+                if (part < p.parts) pack[b].load(from + part * part_size);
+                else pack[b].zero();
+            }
+#pragma unroll
+            for (int b = 0; b < NJI_SUM_BATCH; b++) {
+                nji_real value[NJI_SUM_WIDTH];
+                pack[b].widen(value);
+#pragma unroll
+                for (int i = 0; i < NJI_SUM_WIDTH; i++) sum[i] += value[i];
+            }
+        }
+    } else {
         for (int part = threadIdx.y; part < p.parts; part += blockDim.y) {
-            sum += from[(nji_i64)part * 2 * p.cols];
+#pragma unroll
+            for (int i = 0; i < NJI_SUM_WIDTH; i++) {
+                if (i < count) sum[i] += from[part * part_size + i];
+            }
         }
     }
-    tree[threadIdx.y][threadIdx.x] = sum;
-    for (int half = blockDim.y / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.y < half) {
-            tree[threadIdx.y][threadIdx.x] += tree[threadIdx.y + half][threadIdx.x];
-        }
-    }
-    if (threadIdx.y != 0 || col >= p.cols) return;
-    sum = tree[0][threadIdx.x];
-    const nji_i64 at = nji_col_offset(p, out, col);
+    ((pack_type *)tree[threadIdx.y])[threadIdx.x].narrow(sum);
+    __syncthreads();
+    // One thread for each column from here on.
+    const int mine = threadIdx.y * NJI_SUM_THREADS + threadIdx.x;
+    const nji_i64 at_col = (nji_i64)blockIdx.x * NJI_SUM_COLS + mine;
+    if (mine >= NJI_SUM_COLS || at_col >= p.cols) return;
+    nji_real total = tree[0][mine];
+#pragma unroll 8
+    for (int lane = 1; lane < blockDim.y; lane++) total += tree[lane][mine];
+    const nji_i64 at = nji_col_offset(p, out, at_col);
     if (p.accumulate & (is_gamma ? NJI_DGAMMA : NJI_DBETA)) {
-        sum += nji_load_any(out.data, at, NJI_PARAM_CODE);
+        total += nji_load_any(out.data, at, NJI_PARAM_CODE);
     }
-    nji_store_any(sum, out.data, at, NJI_PARAM_CODE);
+    nji_store_any(total, out.data, at, NJI_PARAM_CODE);
 }
 
 #endif

@@ -35,6 +35,7 @@ ROOMS = {
 PROGRAMS = {
     "rows": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_rows.cu"],
     "tiles": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_tiles.cu"],
+    "ring": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_ring.cu"],
     "strided": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_strided.cu"],
 }
 

@@ -10,7 +10,9 @@
              scalar, which flatters the ratio by a third
    CUDA      graphs of enough calls to last 2 ms over buffer sets that together exceed four times
              60 MB; median of --repeats replays; the fastest of several shapes of the elementwise
-             kernel counts */
+             kernel counts
+
+   --list prints the shapes of a suite instead: tools/bench_peers.py has them from there. */
 #define _POSIX_C_SOURCE 200809L
 #define NORMJIT_IMPLEMENTATION
 #include "normjit.h"
@@ -36,6 +38,7 @@ static void require(nj_status status) {
 
 /* Numbered as in the enums of normjit.h; 0: not given. */
 static const char *const op_name[] = {"", "fwd", "bwd", NULL};
+static const char *const op_key[] = {"", "layer_norm_fwd", "layer_norm_bwd"}; /* in JSON */
 static const char *const dtype_name[] = {"", "f16", "bf16", "f32", "f64", NULL};
 static const char *const backend_name[] = {"", "cuda", "host", NULL};
 
@@ -64,9 +67,9 @@ typedef struct problem {
 
 static const nj_op FORWARD = NJ_OP_LAYER_NORM_FORWARD, BACKWARD = NJ_OP_LAYER_NORM_BACKWARD;
 
-typedef enum suite { SUITE_UNSET, HOST, MODELS, EDGE } suite;
+typedef enum suite { SUITE_UNSET, HOST, MODELS, EDGE, SWEEP } suite;
 
-static const char *const suite_name[] = {"", "host", "models", "edge", NULL};
+static const char *const suite_name[] = {"", "host", "models", "edge", "sweep", NULL};
 
 /* Outer, cols and, channels-first, inner; ended by outer 0. */
 typedef int64_t shape[3];
@@ -74,23 +77,28 @@ typedef int64_t shape[3];
 static const shape host_shapes[] = {
     {8192, 768}, {4096, 4096}, {1024, 12288}, {131072, 128}, {0, 0}};
 
-static const shape models_bf16[] = {
-    {16384, 4096}, {8192, 8192}, {4096, 16384}, {8192, 5120},  {1024, 12288}, {8192, 4096},
-    {4096, 6144},  {4096, 8192}, {2048, 4096},  {131072, 128}, {8192, 128},   {4096, 2048},
-    {16384, 128},  {8192, 768},  {32768, 1024}, {4096, 1023},  {4096, 12345}, {512, 65536},
-    {512, 262144}, {16, 8192},   {1048576, 64}, {401408, 24},  {0, 0}};
-static const shape models_channels_first[] = {
-    {32, 256, 3136}, {8, 96, 50176}, {64, 768, 196}, {0, 0}};
+static const shape models_backward[] = {{16384, 4096}, {8192, 8192},  {4096, 16384}, {8192, 5120},
+                                        {1024, 12288}, {8192, 4096},  {4096, 6144},  {4096, 8192},
+                                        {2048, 4096},  {131072, 128}, {8192, 128},   {4096, 2048},
+                                        {16384, 128},  {8192, 768},   {32768, 1024}, {0, 0}};
 static const shape models_forward[] = {{16384, 4096}, {8192, 8192},  {4096, 16384}, {1024, 12288},
                                        {8192, 768},   {131072, 128}, {0, 0}};
-static const shape models_f32[] = {{16384, 4096}, {1024, 12288}, {8192, 768},
-                                   {131072, 128}, {4096, 16384}, {0, 0}};
+static const shape models_other_types[] = {{16384, 4096}, {1024, 12288}, {8192, 768},
+                                           {131072, 128}, {4096, 16384}, {0, 0}};
 
-static const shape edge_packed[] = {{4096, 1023},  {4096, 12345}, {512, 65536}, {512, 131072},
-                                    {512, 262144}, {16, 8192},    {16, 65536},  {1048576, 64},
-                                    {401408, 24},  {0, 0}};
-static const shape edge_channels_first[] = {{32, 256, 3136}, {0, 0}};
-static const shape edge_other[] = {{16384, 4096}, {0, 0}};
+static const shape edge_backward[] = {{4096, 1023},  {4096, 12345}, {512, 65536}, {512, 131072},
+                                      {512, 262144}, {16, 8192},    {16, 65536},  {1048576, 64},
+                                      {401408, 24},  {0, 0}};
+static const shape edge_channels_first[] = {
+    {32, 256, 3136}, {8, 96, 50176}, {64, 768, 196}, {0, 0}};
+static const shape edge_layouts[] = {{16384, 4096}, {8192, 768}, {0, 0}};
+static const shape edge_forward[] = {{4096, 1023}, {4096, 12345}, {512, 65536},
+                                     {16, 8192},   {1048576, 64}, {0, 0}};
+static const shape edge_other_types[] = {{4096, 12345}, {512, 65536}, {1048576, 64}, {0, 0}};
+static const shape edge_one[] = {{32, 256, 3136}, {0, 0}};
+
+enum { SWEEP_SHAPES = 200 };
+static shape sweep_shapes[SWEEP_SHAPES + 1]; /* made by sweep_draw */
 
 static const struct suite_part {
     suite suite;
@@ -101,16 +109,53 @@ static const struct suite_part {
 } suites[] = {
     {HOST, NJ_OP_LAYER_NORM_BACKWARD, NJ_F32, PACKED, host_shapes},
     {HOST, NJ_OP_LAYER_NORM_FORWARD, NJ_F32, PACKED, host_shapes},
-    {MODELS, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, PACKED, models_bf16},
-    {MODELS, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, CHANNELS_FIRST, models_channels_first},
+    {MODELS, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, PACKED, models_backward},
     {MODELS, NJ_OP_LAYER_NORM_FORWARD, NJ_BF16, PACKED, models_forward},
-    {MODELS, NJ_OP_LAYER_NORM_BACKWARD, NJ_F32, PACKED, models_f32},
-    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, PACKED, edge_packed},
+    {MODELS, NJ_OP_LAYER_NORM_BACKWARD, NJ_F16, PACKED, models_other_types},
+    {MODELS, NJ_OP_LAYER_NORM_BACKWARD, NJ_F32, PACKED, models_other_types},
+    {MODELS, NJ_OP_LAYER_NORM_FORWARD, NJ_F16, PACKED, models_other_types},
+    {MODELS, NJ_OP_LAYER_NORM_FORWARD, NJ_F32, PACKED, models_other_types},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, PACKED, edge_backward},
     {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, CHANNELS_FIRST, edge_channels_first},
-    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, PADDED, edge_other},
-    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, MISALIGNED, edge_other},
-    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, BROADCAST_DY, edge_other},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, PADDED, edge_layouts},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, BROADCAST_DY, edge_layouts},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, MISALIGNED, edge_layouts},
+    {EDGE, NJ_OP_LAYER_NORM_FORWARD, NJ_BF16, PACKED, edge_forward},
+    {EDGE, NJ_OP_LAYER_NORM_FORWARD, NJ_BF16, CHANNELS_FIRST, edge_one},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_F16, PACKED, edge_other_types},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_F32, PACKED, edge_other_types},
+    {EDGE, NJ_OP_LAYER_NORM_BACKWARD, NJ_F32, CHANNELS_FIRST, edge_one},
+    {SWEEP, NJ_OP_LAYER_NORM_BACKWARD, NJ_BF16, PACKED,
+     (const shape *)sweep_shapes}, /* a cast: to C11, arrays of const are another type */
 };
+
+/* The next number of [0, 1) from a generator (xorshift). */
+static double random_unit(uint64_t *state) {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    return (double)(*state >> 11) * 0x1p-53;
+}
+
+/* Shapes that nobody picked, always the same: rows and cols log-uniform, kept when they have 2^18
+   to 2^27 elements. What divides cols decides how wide accesses may be, so it is given: half of
+   the cols are multiples of 8, a quarter are odd, an eighth each odd multiples of 2 and of 4. */
+static void sweep_draw(void) {
+    static const int64_t divisors[8] = {8, 1, 8, 2, 8, 1, 8, 4};
+    const double most_rows = 300000, most_cols = 65536;
+    uint64_t state = 88172645463325252u;
+    int n = 0;
+    while (n < SWEEP_SHAPES) {
+        int64_t divisor = divisors[n % 8];
+        int64_t rows = (int64_t)exp(random_unit(&state) * log(most_rows));
+        int64_t times = (int64_t)exp(random_unit(&state) * log(most_cols)) / divisor;
+        int64_t cols = (divisor == 8 ? times : times | 1) * divisor;
+        if (rows * cols < (int64_t)1 << 18 || rows * cols > (int64_t)1 << 27) continue;
+        sweep_shapes[n][0] = rows;
+        sweep_shapes[n][1] = cols;
+        n++;
+    }
+}
 
 static int64_t rows_of(const problem *p) {
     return p->outer * p->inner;
@@ -640,13 +685,13 @@ typedef struct table {
     format format;
     const column *columns; /* ended by width 0 */
     const column *next;    /* of the row at hand */
-    int rows;
 } table;
 
-/* What every table begins with. */
+/* What every table begins with. outer and inner tell channels-first shapes of equal rows apart. */
 #define PROBLEM_COLUMNS                                                                            \
-    {"op", "op", -3}, {"dtype", "dtype", -5}, {"layout", "layout", -14}, {"rows", "rows", 8}, {    \
-        "cols", "cols", 7                                                                          \
+    {"op", "op", -3}, {"dtype", "dtype", -5}, {"layout", "layout", -14}, {"rows", "rows", 8},      \
+        {"cols", "cols", 7}, {NULL, "outer", 8}, {                                                 \
+        NULL, "inner", 8                                                                           \
     }
 #define END_OF_COLUMNS                                                                             \
     { NULL, NULL, 0 }
@@ -678,29 +723,29 @@ static void table_number(table *t, int decimals, double value) {
 }
 
 static void table_row_begin(table *t, const problem *p) {
-    if (t->format == JSON) printf(t->rows ? ",\n{" : "\n{");
+    if (t->format == JSON) printf(",\n{");
     t->next = t->columns;
-    table_cell(t, op_name[p->op]);
+    table_cell(t, t->format == JSON ? op_key[p->op] : op_name[p->op]);
     table_cell(t, dtype_name[p->dtype]);
     table_cell(t, layout_name[p->layout]);
     table_number(t, 0, (double)rows_of(p));
     table_number(t, 0, (double)p->cols);
+    table_number(t, 0, (double)p->outer);
+    table_number(t, 0, (double)p->inner);
 }
 
 static void table_row_end(table *t) {
     printf(t->format == JSON ? "}" : t->format == MARKDOWN ? "|\n" : "\n");
-    t->rows++;
     fflush(stdout);
 }
 
 static void table_begin(table *t, const char *info) {
     const column *c;
-    t->rows = 0;
     if (t->format == JSON) {
-        printf("{\"info\": \"");
+        printf("[{\"op\": \"meta\", \"info\": \"");
         for (; *info; info++)
             printf(*info == '"' || *info == '\\' ? "\\%c" : "%c", *info);
-        printf("\", \"rows\": [");
+        printf("\"}");
         return;
     }
     printf("%s\n\n", info);
@@ -716,10 +761,10 @@ static void table_begin(table *t, const char *info) {
 }
 
 static void table_end(const table *t) {
-    if (t->format == JSON) printf("\n]}\n");
+    if (t->format == JSON) printf("\n]\n");
 }
 
-/* ---- the three measurements ------------------------------------------------------------------ */
+/* ---- the measurements ------------------------------------------------------------------ */
 
 /* Adds a row to the table. repeats 0: the measurement's own number. */
 typedef void (*measure_fn)(machine *m, const problem *p, int repeats, table *t);
@@ -893,9 +938,18 @@ static void measure_select(machine *m, const problem *p, int repeats, table *t) 
     table_row_end(t);
 }
 
+static const column list_columns[] = {PROBLEM_COLUMNS, END_OF_COLUMNS};
+
+static void list_norm(machine *m, const problem *p, int repeats, table *t) {
+    (void)m;
+    (void)repeats;
+    table_row_begin(t, p);
+    table_row_end(t);
+}
+
 /* ---- the command line ------------------------------------------------------------------------ */
 
-typedef enum mode { TIME_NORM, TIME_RUN, TIME_SELECT } mode;
+typedef enum mode { TIME_NORM, TIME_RUN, TIME_SELECT, LIST } mode;
 
 static const struct measurement {
     measure_fn measure;
@@ -904,6 +958,7 @@ static const struct measurement {
     {measure_norm, norm_columns},
     {measure_overhead, overhead_columns},
     {measure_select, select_columns},
+    {list_norm, list_columns},
 };
 
 typedef struct options {
@@ -925,7 +980,11 @@ static void usage(FILE *to) {
           "  --layout channels-first --outer N --cols C --inner S\n"
           "                            x of shape (N, C, S), normalized over axis 1; N * S rows;\n"
           "                            default (64, 768, 196)\n"
-          "  --suite host|models|edge  the shapes of a table; --op, --dtype, --layout narrow it\n"
+          "  --suite host|models|edge|sweep\n"
+          "                            for CPUs; hidden sizes of known models; odd lengths, very\n"
+          "                            long rows, strange layouts; 200 random shapes. --op,\n"
+          "                            --dtype, --layout narrow it\n"
+          "  --list                    print the suite's shapes, time nothing\n"
           "  --backend cuda|host       default: cuda when there is one\n"
           "  --repeats N               default 15 calls on the host, 7 replays on a GPU\n"
           "  --select                  time nj_plan_select: cold, from disk, from memory; medians\n"
@@ -1011,6 +1070,8 @@ static options parse(int argc, char **argv) {
             o.mode = TIME_SELECT;
         } else if (strcmp(name, "--host-overhead") == 0) {
             o.mode = TIME_RUN;
+        } else if (strcmp(name, "--list") == 0) {
+            o.mode = LIST;
         } else if (strcmp(name, "--markdown") == 0) {
             o.format = MARKDOWN;
         } else if (strcmp(name, "--json") == 0) {
@@ -1071,8 +1132,9 @@ int main(int argc, char **argv) {
     table t;
     t.format = o.format;
     t.columns = chosen->columns;
-    machine_open(&m, (nj_backend)o.backend);
+    machine_open(&m, o.mode == LIST ? NJ_BACKEND_HOST : (nj_backend)o.backend);
     table_begin(&t, nj_ctx_info(m.ctx));
+    if (o.suite == SWEEP) sweep_draw();
     if (o.suite) {
         measure_suite(&o, &m, chosen->measure, &t);
     } else {

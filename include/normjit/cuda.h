@@ -307,7 +307,11 @@ static const nji_fast_program *nji_fast_program_of(const nji_choice *choice) {
         {"norm_tiles.cu",
          nji_program_tiles,
          NJI_PROGRAM_TILES_HASH,
-         {{"nj_tiles_backward", NULL}, {"nj_tiles_forward", NULL}}}};
+         {{"nj_tiles_backward", NULL}, {"nj_tiles_forward", NULL}}},
+        {"norm_ring.cu",
+         nji_program_ring,
+         NJI_PROGRAM_RING_HASH,
+         {{"nj_ring_backward", NULL}, {NULL, NULL}}}};
     return &program[choice->family];
 }
 
@@ -335,6 +339,13 @@ static nj_status nji_cuda_select_fast(nji_cuda *cuda, nji_cuda_plan *plan, int64
     if (status != NJ_OK) return status;
     plan->fast_source = module->source;
     status = nji_cuda_function(cuda, module, kernel[0], &plan->fast_first, call);
+    if (status == NJ_OK && plan->choice.shared_bytes > 0) {
+        int result = cuda->driver.cuFuncSetAttribute(
+            plan->fast_first, NJI_CU_FUNC_MOST_DYNAMIC_SHARED, plan->choice.shared_bytes);
+        if (result != 0) {
+            return nji_driver_fail(&cuda->driver, result, call, "cuFuncSetAttribute");
+        }
+    }
     if (status == NJ_OK && kernel[1] && nji_writes_full(&plan->desc)) {
         status = nji_cuda_function(cuda, module, kernel[1], &plan->fast_second, call);
     }
@@ -532,6 +543,7 @@ static int nji_takes_fast(const nji_cuda_plan *plan, const nji_problem *problem,
 typedef struct nji_grid {
     int64_t x;
     unsigned y, block_x, block_y;
+    unsigned shared_bytes;
 } nji_grid;
 
 static nji_grid nji_grid_of(int64_t x, int64_t y, int block_x, int block_y) {
@@ -540,6 +552,7 @@ static nji_grid nji_grid_of(int64_t x, int64_t y, int block_x, int block_y) {
     grid.y = (unsigned)y;
     grid.block_x = (unsigned)block_x;
     grid.block_y = (unsigned)block_y;
+    grid.shared_bytes = 0;
     return grid;
 }
 
@@ -559,7 +572,8 @@ static nj_status nji_launch(const nji_cuda *cuda, nji_cu_function function, cons
     parameters[0] = problem;
     if (!nji_launches_dependently(cuda)) {
         result = cuda->driver.cuLaunchKernel(function, (unsigned)grid->x, grid->y, 1, grid->block_x,
-                                             grid->block_y, 1, 0, stream, parameters, NULL);
+                                             grid->block_y, 1, grid->shared_bytes, stream,
+                                             parameters, NULL);
         return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, "cuLaunchKernel");
     }
     memset(&attribute, 0, sizeof attribute);
@@ -572,6 +586,7 @@ static nj_status nji_launch(const nji_cuda *cuda, nji_cu_function function, cons
     config.block_x = grid->block_x;
     config.block_y = grid->block_y;
     config.block_z = 1;
+    config.shared_bytes = grid->shared_bytes;
     config.stream = stream;
     config.attributes = &attribute;
     config.attribute_count = 1;
@@ -583,8 +598,11 @@ static nj_status nji_launch_params_sum(const nji_cuda *cuda, const nji_cuda_plan
                                        nji_problem *problem, void *stream, const char *call) {
     unsigned grads = plan->desc.grads;
     int64_t wanted = ((grads & NJ_GRAD_DGAMMA) != 0) + ((grads & NJ_GRAD_DBETA) != 0);
-    int lanes = nji_power_of_two_above((int)nji_clamp(problem->parts / 4, 1, NJI_SUM_LANES));
-    nji_grid grid = nji_grid_of(nji_ceil_div(problem->cols, 32), wanted, 32, lanes);
+    /* Enough lanes to load all parts at once, and one thread for each column at the end. */
+    int lanes = nji_power_of_two_above((int)nji_clamp(
+        nji_ceil_div(problem->parts, NJI_SUM_BATCH), NJI_SUM_WIDTH, NJI_SUM_LANES));
+    nji_grid grid =
+        nji_grid_of(nji_ceil_div(problem->cols, NJI_SUM_COLS), wanted, NJI_SUM_THREADS, lanes);
     return nji_launch(cuda, plan->params_sum, &grid, problem, stream, call);
 }
 
@@ -604,6 +622,7 @@ static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, n
     nji_grid all = nji_grid_of(nji_min_i64(blocks, most) * choice->slices, 1, choice->threads, 1);
     nji_grid first = all;
     nj_status status;
+    first.shared_bytes = (unsigned)choice->shared_bytes;
     if (choice->parts > 0) first.x = (int64_t)choice->parts * choice->slices;
     problem->parts = choice->parts;
     status = nji_launch(cuda, plan->fast_first, &first, problem, stream, call);

@@ -56,6 +56,9 @@ enum {
     NJI_CU_JIT_ERROR_LOG_BYTES = 6
 };
 
+/* CUfunction_attribute */
+enum { NJI_CU_FUNC_MOST_DYNAMIC_SHARED = 8 };
+
 /* CUstreamCaptureStatus */
 enum { NJI_CU_CAPTURE_NONE = 0 };
 
@@ -107,6 +110,8 @@ typedef struct nji_driver {
     nji_cu_result(NJI_CU_CALL *cuModuleUnload)(nji_cu_module module);
     nji_cu_result(NJI_CU_CALL *cuModuleGetFunction)(nji_cu_function *function, nji_cu_module module,
                                                     const char *name);
+    nji_cu_result(NJI_CU_CALL *cuFuncSetAttribute)(nji_cu_function function, int attribute,
+                                                   int value);
     nji_cu_result(NJI_CU_CALL *cuLaunchKernel)(nji_cu_function function, unsigned grid_x,
                                                unsigned grid_y, unsigned grid_z, unsigned block_x,
                                                unsigned block_y, unsigned block_z,
@@ -279,6 +284,7 @@ static const nji_symbol nji_driver_symbols[] = {
     NJI_DRIVER_SYMBOL(cuModuleLoadDataEx, "cuModuleLoadDataEx"),
     NJI_DRIVER_SYMBOL(cuModuleUnload, "cuModuleUnload"),
     NJI_DRIVER_SYMBOL(cuModuleGetFunction, "cuModuleGetFunction"),
+    NJI_DRIVER_SYMBOL(cuFuncSetAttribute, "cuFuncSetAttribute"),
     NJI_DRIVER_SYMBOL(cuLaunchKernel, "cuLaunchKernel"),
     NJI_DRIVER_SYMBOL(cuPointerGetAttribute, "cuPointerGetAttribute"),
     NJI_DRIVER_SYMBOL(cuStreamIsCapturing, "cuStreamIsCapturing"),

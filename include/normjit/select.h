@@ -12,6 +12,7 @@ typedef enum nji_family {
     NJI_ROWS,   /* a row in the registers of one block or cluster: norm_rows.cu */
     NJI_SPLIT,  /* a row over several blocks, in two kernels: norm_rows.cu */
     NJI_TILES,  /* neighbouring rows adjacent, columns strided: norm_tiles.cu */
+    NJI_RING,   /* rows pass through a ring in shared memory: norm_ring.cu */
     NJI_STRIDED /* any strides: norm_strided.cu */
 } nji_family;
 
@@ -79,6 +80,35 @@ static const nji_tuning nji_tuning_table[] = {
 };
 /* clang-format on */
 
+/* Backward on sm_90 and later, columns in accesses of 16 bytes. Only `elements` decides about a row's
+   bits. The first row that fits is taken; past the last one the table above goes on. */
+typedef struct nji_ring_tuning {
+    int element_bytes;
+    int64_t min_cols, max_cols;
+    int elements; /* columns of a thread */
+    int workers;  /* threads of a block's teams, at most */
+    int slices;   /* blocks of a cluster */
+    int stages;   /* rows of a team in the ring, at most */
+    int keep;     /* NJI_KEEP of norm_ring.cu */
+} nji_ring_tuning;
+
+/* clang-format off */
+static const nji_ring_tuning nji_ring_table[] = {
+    /* bytes min_cols max_cols elements workers slices stages keep */
+    {2, 513, 768, 24, 256, 1, 3, 2},
+    {2, 769, 2048, 16, 512, 1, 3, 2},
+    {2, 2049, 6144, 16, 512, 2, 3, 2},
+    {2, 6145, 8192, 16, 512, 4, 3, 2},
+    {2, 8193, 12288, 24, 384, 4, 3, 1},
+    {2, 12289, 16384, 16, 512, 4, 3, 2},
+    {2, 16385, 65536, 16, 512, 8, 3, 2},
+    {4, 513, 4096, 16, 256, 1, 4, 2},
+    {4, 4097, 8192, 16, 256, 2, 4, 2},
+    {4, 8193, 16384, 16, 384, 4, 3, 2},
+    {4, 16385, 65536, 16, 512, 8, 3, 2},
+};
+/* clang-format on */
+
 /* Everything that launches and compiles a descriptor's kernels. */
 typedef struct nji_choice {
     nji_family family; /* of the fast kernels; STRIDED when there are none */
@@ -89,6 +119,8 @@ typedef struct nji_choice {
     int slices, cluster;
     int blocks; /* per multiprocessor, at least */
     int prefetch, ahead;
+    int workers, stages, keep; /* ring */
+    int shared_bytes;          /* of a block, beside what the kernel declares */
     int parts;         /* most partial gradients of the fast kernels; 0 = none wanted */
     int strided_parts; /* the same for the strided kernels */
     int64_t partial_bytes, sums_bytes; /* of the workspace, partials first */
@@ -172,6 +204,46 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
     choice->blocks = resident > choice->threads ? resident / choice->threads : 1;
 }
 
+/* Shared memory that a block may ask for, less 4 KB for what ring kernels declare (CUDA programming
+   guide, table of compute capabilities). */
+static int nji_most_shared(int arch) {
+    return (arch >= 120 ? 99 : 227) * 1024 - 4096;
+}
+
+/* Warps of a ring kernel that fill it: they take turns with the teams. */
+#define NJI_RING_FILLERS 4
+
+/* Returns 0 where no row of the table fits. */
+static int nji_cut_ring(const nj_desc *desc, int64_t cols, int arch, nji_choice *choice) {
+    int size = (int)nj_dtype_size(desc->dtype);
+    size_t i;
+    choice->vec = nji_vec_of(desc, cols);
+    if (choice->forward || arch < 90 || choice->vec * size != 16) return 0;
+    for (i = 0; i < sizeof nji_ring_table / sizeof nji_ring_table[0]; i++) {
+        const nji_ring_tuning *row = &nji_ring_table[i];
+        int64_t warps = nji_ceil_div(cols, (int64_t)row->elements * 32);
+        int teams, stage_bytes;
+        if (size != row->element_bytes || cols < row->min_cols || cols > row->max_cols) continue;
+        choice->lanes = 32 * (int)nji_ceil_div(warps, row->slices);
+        teams = row->workers > choice->lanes ? row->workers / choice->lanes : 1;
+        choice->workers = teams * choice->lanes;
+        stage_bytes = 2 * row->elements * choice->workers * size; /* of x and dy */
+        choice->stages = (int)nji_min_i64(row->stages, nji_most_shared(arch) / stage_bytes);
+        if (choice->stages < 2) return 0;
+        choice->family = NJI_RING;
+        choice->chunks = row->elements / choice->vec;
+        choice->threads =
+            choice->workers + 32 * (teams < NJI_RING_FILLERS ? teams : NJI_RING_FILLERS);
+        choice->slices = row->slices;
+        choice->cluster = row->slices > 1;
+        choice->blocks = 1;
+        choice->keep = row->keep;
+        choice->shared_bytes = choice->stages * stage_bytes;
+        return 1;
+    }
+    return 0;
+}
+
 /* The last axis that has any extent is not normalized: neighbouring rows are adjacent in a packed
    tensor. *run counts them. */
 static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
@@ -217,8 +289,18 @@ static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, nji_ch
 
 /* Rows that a block of the fast kernels works on at a time. */
 static int nji_block_rows(const nji_choice *choice) {
-    return choice->family == NJI_TILES ? choice->lanes * choice->vec
-                                       : choice->threads / choice->lanes;
+    if (choice->family == NJI_TILES) return choice->lanes * choice->vec;
+    if (choice->family == NJI_RING) return choice->workers / choice->lanes;
+    return choice->threads / choice->lanes;
+}
+
+/* Blocks that walk over the rows at a time, in clusters. A cluster lies within a part of the device:
+   where these are no multiples of its size, some multiprocessors stay idle (30 clusters of 4 on 132
+   of them, 15 of 8). A cluster too many would run alone at the end. */
+static int nji_resident_clusters(const nji_choice *choice, const nji_device_facts *facts) {
+    int blocks = facts->multiprocessors * choice->blocks;
+    if (choice->slices > 2) blocks = blocks / 11 * 10;
+    return blocks / choice->slices > 1 ? blocks / choice->slices : 1;
 }
 
 static int64_t nji_clamp(int64_t value, int64_t low, int64_t high) {
@@ -279,7 +361,7 @@ static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t col
         most = (int64_t)(room / (uint64_t)part);
     }
     if (choice->family != NJI_STRIDED) {
-        parts = nji_clamp(facts->multiprocessors * choice->blocks / choice->slices, 1, most);
+        parts = nji_clamp(nji_resident_clusters(choice, facts), 1, most);
         parts = nji_min_i64(parts, nji_ceil_div(rows, nji_block_rows(choice)));
     }
     strided = nji_clamp(nji_strided_parts(rows, cols, facts), 1, most);
@@ -308,7 +390,7 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
         const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
         int64_t run;
         if (nji_is_channels_first(desc, &run)) nji_cut_tiles(desc, run, cols, choice);
-        else if (row) nji_cut_row(desc, row, cols, facts->arch, choice);
+        else if (row && !nji_cut_ring(desc, cols, facts->arch, choice)) nji_cut_row(desc, row, cols, facts->arch, choice);
     }
     if (choice->family == NJI_SPLIT && (choice->forward || (desc->grads & NJ_GRAD_DX))) {
         /* 2 accumulators for each slice of some thousand elements: far from overflow. */
@@ -365,7 +447,7 @@ static const char *nji_device_type(nj_dtype dtype) {
     return name[dtype];
 }
 
-/* For norm_rows.cu and norm_tiles.cu: everything that the descriptor's columns and types fix. */
+/* For norm_rows.cu, norm_tiles.cu and norm_ring.cu: everything that the descriptor's columns and types fix. */
 static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice *choice,
                              nji_options *options) {
     options->count = 0;
@@ -380,6 +462,15 @@ static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice
     nji_add_option(options, "-DNJI_COLS=%lld", (long long)cols);
     nji_add_option(options, "-DNJI_VEC=%d", choice->vec);
     nji_add_option(options, "-DNJI_CHUNKS=%d", choice->chunks);
+    if (choice->family == NJI_RING) {
+        nji_add_option(options, "-DNJI_LANES=%d", choice->lanes);
+        nji_add_option(options, "-DNJI_WORKERS=%d", choice->workers);
+        nji_add_option(options, "-DNJI_THREADS=%d", choice->threads);
+        nji_add_option(options, "-DNJI_SLICES=%d", choice->slices);
+        nji_add_option(options, "-DNJI_STAGES=%d", choice->stages);
+        nji_add_option(options, "-DNJI_KEEP=%d", choice->keep);
+        return;
+    }
     nji_add_option(options, "-DNJI_BLOCKS=%d", choice->blocks);
     if (choice->family == NJI_TILES) {
         nji_add_option(options, "-DNJI_ROW_LANES=%d", choice->lanes);

@@ -38,6 +38,7 @@ enum {
     DEVICES = 2,
     MULTIPROCESSORS = 132, /* an H200's numbers */
     SHARED_DEFAULT = 49152,
+    SHARED_MOST = 232448,
     STACK = 16, /* contexts per thread */
     FUNCTIONS = 16,
     COUNTERS = 48,
@@ -56,6 +57,7 @@ typedef struct fake_module fake_module;
 typedef struct fake_function {
     fake_module *module;
     char name[64];
+    unsigned shared_most; /* dynamic shared memory that a launch may ask for */
 } fake_function;
 
 struct fake_module {
@@ -432,8 +434,20 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
     made = &in->functions[in->function_count++];
     made->module = in;
     snprintf(made->name, sizeof made->name, "%s", name);
+    made->shared_most = SHARED_DEFAULT;
     *function = made;
     return leave(SUCCESS);
+}
+
+int cuFuncSetAttribute(fake_function *function, int attribute, int value) {
+    int result = enter_context("cuFuncSetAttribute");
+    if (result == SUCCESS && !is_function(function)) result = INVALID_HANDLE;
+    /* CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES */
+    if (result == SUCCESS && (attribute != 8 || value < 0 || value > SHARED_MOST)) {
+        result = INVALID_VALUE;
+    }
+    if (result == SUCCESS) function->shared_most = (unsigned)value;
+    return leave(result);
 }
 
 /* ---- launches ------------------------------------------------------------------------------- */
@@ -477,7 +491,7 @@ static int launch_checked(const fake_config *config, const fake_function *functi
     if (!is_function(function) || function->module->context != current()) return INVALID_HANDLE;
     result = check_grid(config);
     if (result != SUCCESS) return result;
-    if (config->shared > SHARED_DEFAULT) return INVALID_VALUE;
+    if (config->shared > function->shared_most) return INVALID_VALUE;
     memset(launch, 0, sizeof *launch);
     result = check_attributes(config, launch);
     if (result != SUCCESS) return result;
