@@ -31,6 +31,20 @@
        args.dx = nj_packed(dx, 2, shape);
        if (nj_plan_run(plan, &args, work, work_size, stream) != NJ_OK) return puts(nj_last_error());
 
+   MEASURED SELECTION
+   The tuning table was measured on few devices. nj_plan_select can time the table's best candidates
+   on yours, in memory that you lend it, and remembers the winner:
+
+       nj_preference pref = {0};
+       size_t least, enough;
+       nj_tune_scratch_size(ctx, &desc, NULL, &least, &enough);
+       pref.tune = NJ_TUNE_MEASURE; pref.tune_scratch = scratch; pref.tune_scratch_bytes = enough;
+       pref.tune_stream = stream;
+       if (nj_plan_select(&plan, ctx, &desc, &pref) != NJ_OK) return puts(nj_last_error());
+
+   It waits for the stream: do it before the loop. y, dx, mean and rstd keep their bits whichever
+   wins; see nj_tune_scratch_size for the rest.
+
    DEFINE, BEFORE THE IMPLEMENTATION
    NORMJIT_IMPLEMENTATION     in one file: the bodies
    NJ_STATIC                  beside it: every function is private to that file
@@ -40,7 +54,7 @@
    WHAT IT DOES NOT DO
    - It owns no tensor and no stream: pointers, strides and the workspace are yours. Operands lie
      where the plan's backend computes: on the device for CUDA, in host memory for the host.
-   - run does not compile, allocate, synchronise or copy. On CUDA it returns before the work is done.
+   - run does not compile, allocate, measure, synchronise or copy. On CUDA it returns before the work is done.
    - It never prints, exits, or reads the environment (but for nj_default_cache_dir).
    - It writes to disk only where nj_ctx_desc.cache_dir says.
    - No RMSNorm, no fused residual add yet; no f8; no GPU other than NVIDIA's.
@@ -162,6 +176,12 @@ typedef struct nj_desc {
     uint32_t accumulate;  /* backward: those of grads that are added to, not overwritten */
 } nj_desc;
 
+/* How the geometry of a kernel is found: how many rows a block works on, how much it reads ahead. */
+typedef enum nj_tune {
+    NJ_TUNE_TABLE = 0, /* in the library's table */
+    NJ_TUNE_MEASURE    /* the few best of the table are timed: see nj_tune_scratch_size */
+} nj_tune;
+
 /* What the choice of a kernel must respect. Zero: no demand. A demand that cannot be met makes
    nj_plan_select return NJ_UNSUPPORTED; none is ignored. */
 typedef struct nj_preference {
@@ -170,6 +190,10 @@ typedef struct nj_preference {
     int32_t batch_invariant;     /* 1: y, dx, mean, rstd of a row do not depend on the other rows */
     int32_t allow_arch_specific; /* 1: may compile for sm_90a and the like */
     nj_backend prefer_backend;   /* AUTO: the ctx's. HOST is open to any ctx */
+    nj_tune tune;
+    void *tune_scratch;          /* MEASURE: device memory, a multiple of 256; overwritten */
+    uint64_t tune_scratch_bytes; /* nj_tune_scratch_size says how many */
+    void *tune_stream; /* MEASURE: a CUstream or cudaStream_t; NULL = the legacy default stream */
 } nj_preference;
 
 /* Operands of one run. A tensor of x's shape has x's rank and extents; a statistic has x's rank
@@ -215,6 +239,7 @@ typedef struct nj_sku {
     int32_t grads, accumulate;
     int32_t threads;      /* per block; 0 on the host */
     int32_t vector_bytes; /* width of one memory access of x */
+    int32_t candidate;    /* 0: the tuning table's geometry; else the other that was measured faster */
     char kernel[48];
 } nj_sku;
 
@@ -222,7 +247,8 @@ typedef struct nj_sku {
 typedef struct nj_precision {
     int32_t math, accumulator;           /* nj_dtype */
     int32_t deterministic;               /* equal inputs, equal bits, run after run */
-    int32_t bit_stable_on_same_hardware; /* also across processes (host: any thread count) */
+    int32_t bit_stable_on_same_hardware; /* also across plans and processes (host: any thread
+                                            count) */
     int32_t batch_invariant; /* a row's y, dx, mean, rstd do not depend on the other rows, nor on
                                 how many there are, as long as its own strides stay the same */
 } nj_precision;
@@ -234,6 +260,7 @@ typedef struct nj_cache_stats {
     uint64_t disk_writes, disk_write_failures;
     uint64_t compiles; /* NVRTC programs compiled */
     uint64_t modules;  /* modules held now */
+    uint64_t tunes;    /* plans whose geometries were measured */
 } nj_cache_stats;
 
 typedef enum nj_log_level { NJ_LOG_INFO = 0, NJ_LOG_WARNING } nj_log_level;
@@ -296,10 +323,34 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size);
 
 /* Descriptor -> plan; compiles here, or hits a cache. pref NULL = no demands. The ctx's caches are
    locked: any thread may call, one compiles at a time. Not during stream capture in this thread or
-   of the legacy stream: UNSUPPORTED. Errors: INVALID_ARGUMENT, INVALID_PROBLEM, UNSUPPORTED,
-   COMPILE_FAILED, DRIVER, OUT_OF_MEMORY. *out is NULL on failure. */
+   of the legacy stream: UNSUPPORTED. Synchronises with nothing, but for NJ_TUNE_MEASURE. Errors:
+   INVALID_ARGUMENT, INVALID_PROBLEM, UNSUPPORTED, COMPILE_FAILED, DRIVER, OUT_OF_MEMORY; of the
+   scratch memory WORKSPACE_TOO_SMALL and MISALIGNED_OPERAND. *out is NULL on failure. */
 NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
                                 const nj_preference *pref);
+
+/* Bytes of pref.tune_scratch: with less than *least NJ_TUNE_MEASURE fails, more than *enough is not
+   used. Between the two fewer rows are measured than the descriptor has, and from memory that may
+   still lie in the device's cache. Both are 0 where there is nothing to choose from. pref NULL = no
+   other demands; its tune and tune_* are not looked at. Errors: those of nj_plan_select that come
+   before compiling. Both are 0 on failure. Any thread.
+
+   With NJ_TUNE_MEASURE nj_plan_select compiles up to 4 geometries, runs each some 60 times on
+   operands that it makes up within the scratch memory, and takes the fastest: the table's own,
+   unless another is more than 2 % faster. It enqueues on pref.tune_stream and waits for that work;
+   after an error of the driver, wait for the stream before you free the scratch memory. What it
+   found is remembered in the ctx, and on disk when the ctx has a folder: by the number of rows and
+   columns, the types, the device, the geometries, and the versions of NVRTC and of this library.
+   Where that is so, nothing is measured and no scratch is needed. The host, the embedded PTX,
+   shapes with one geometry and those without elements have nothing to measure either.
+
+   Geometries differ in how rows are spread over the device, never in the order of a row's sums: y,
+   dx, mean and rstd have the same bits whichever wins. dgamma and dbeta are summed in the winner's
+   order: every run of one plan gives the same bits (nj_precision.deterministic), yet a plan that
+   was measured elsewhere or anew may differ in the last ones, which
+   nj_precision.bit_stable_on_same_hardware = 0 says. */
+NJ_API nj_status nj_tune_scratch_size(nj_ctx *ctx, const nj_desc *desc, const nj_preference *pref,
+                                      size_t *least, size_t *enough);
 
 /* NULL is a no-op. The caller sees to it that no run of the plan is still executing. */
 NJ_API void nj_plan_destroy(nj_plan *plan);
@@ -662,6 +713,10 @@ static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *co
     return NJ_OK;
 }
 
+static int nji_is_forward(const nj_desc *desc) {
+    return desc->op == NJ_OP_LAYER_NORM_FORWARD;
+}
+
 /* ---- views ---------------------------------------------------------------------------------- */
 
 typedef enum nji_kind { NJI_FULL, NJI_STAT, NJI_PARAM } nji_kind;
@@ -694,6 +749,72 @@ static void nji_expected_shape(const nj_desc *desc, nji_kind kind, int32_t *rank
         shape[n++] = kind == NJI_STAT && normalized ? 1 : desc->shape[axis];
     }
     *rank = n;
+}
+
+typedef struct nji_views {
+    nji_view view[10];
+    int count;
+    int packed; /* each view is known to be as nji_packed_args makes it */
+    int guide;  /* the output of x's shape, else dy */
+} nji_views;
+
+#define NJI_VIEW(set, args, field, kind_of, type_of, is_written)                                   \
+    do {                                                                                           \
+        nji_view *added = &(set)->view[(set)->count++];                                            \
+        added->name = #field;                                                                      \
+        added->data = (void *)(uintptr_t)(args)->field.data;                                       \
+        added->shape = (args)->field.shape;                                                        \
+        added->stride = (args)->field.stride;                                                      \
+        added->offset = (args)->field.offset;                                                      \
+        added->count = (args)->field.count;                                                        \
+        added->rank = (args)->field.rank;                                                          \
+        added->kind = (kind_of);                                                                   \
+        added->dtype = (type_of);                                                                  \
+        added->size = (int32_t)nj_dtype_size(type_of);                                             \
+        added->writable = (is_written);                                                            \
+        added->empty = 0;                                                                          \
+        added->slot = offsetof(nji_problem, field);                                                \
+    } while (0)
+
+/* Lists the operands that the descriptor uses; what it does not use is not looked at. */
+static void nji_list_views(const nj_desc *desc, const nj_args *args, nji_views *set) {
+    nj_dtype type = desc->dtype, param = desc->param_dtype, stat = desc->stat_dtype;
+    set->count = set->packed = 0;
+    if (nji_is_forward(desc)) {
+        NJI_VIEW(set, args, y, NJI_FULL, type, 1);
+        NJI_VIEW(set, args, x, NJI_FULL, type, 0);
+        if (desc->has_gamma) NJI_VIEW(set, args, gamma, NJI_PARAM, param, 0);
+        if (desc->has_beta) NJI_VIEW(set, args, beta, NJI_PARAM, param, 0);
+        if (args->mean.data) NJI_VIEW(set, args, mean, NJI_STAT, stat, 1);
+        if (args->rstd.data) NJI_VIEW(set, args, rstd, NJI_STAT, stat, 1);
+    } else {
+        if (desc->grads & NJ_GRAD_DX) NJI_VIEW(set, args, dx, NJI_FULL, type, 1);
+        NJI_VIEW(set, args, dy, NJI_FULL, type, 0);
+        if (desc->grads & (NJ_GRAD_DX | NJ_GRAD_DGAMMA)) {
+            NJI_VIEW(set, args, x, NJI_FULL, type, 0);
+            NJI_VIEW(set, args, mean, NJI_STAT, stat, 0);
+            NJI_VIEW(set, args, rstd, NJI_STAT, stat, 0);
+        }
+        if (desc->has_gamma && (desc->grads & NJ_GRAD_DX)) {
+            NJI_VIEW(set, args, gamma, NJI_PARAM, param, 0);
+        }
+        if (desc->grads & NJ_GRAD_DGAMMA) NJI_VIEW(set, args, dgamma, NJI_PARAM, param, 1);
+        if (desc->grads & NJ_GRAD_DBETA) NJI_VIEW(set, args, dbeta, NJI_PARAM, param, 1);
+    }
+    set->guide = 0;
+}
+
+/* Every operand packed at one address, for problems that are made up. */
+static void nji_packed_args(const nj_desc *desc, void *address, nj_args *args) {
+    int64_t stat[NJ_MAX_RANK], param[NJ_MAX_RANK];
+    int32_t stat_rank, param_rank;
+    nji_expected_shape(desc, NJI_STAT, &stat_rank, stat);
+    nji_expected_shape(desc, NJI_PARAM, &param_rank, param);
+    args->x = args->dy = nj_packed_const(address, desc->rank, desc->shape);
+    args->y = args->dx = nj_packed(address, desc->rank, desc->shape);
+    args->gamma = args->beta = nj_packed_const(address, param_rank, param);
+    args->dgamma = args->dbeta = nj_packed(address, param_rank, param);
+    args->mean = args->rstd = nj_packed(address, stat_rank, stat);
 }
 
 static nj_status nji_missing_operand(const nji_view *view, const char *call) {
@@ -1048,6 +1169,20 @@ static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, 
         operand->data = nji_first_element(&views[i]);
         for (d = 0; d < row_dims + col_dims; d++) operand->stride[d] = axes[d].stride[i];
     }
+}
+
+/* Checked views -> what a backend computes. */
+static void nji_bind(const nj_desc *desc, int64_t rows, int64_t cols, const nji_views *set,
+                     nji_problem *problem) {
+    memset(problem, 0, sizeof *problem);
+    problem->rows = rows;
+    problem->cols = cols;
+    problem->eps = desc->eps;
+    problem->param_dtype = (int)desc->param_dtype;
+    problem->stat_dtype = (int)desc->stat_dtype;
+    problem->grads = desc->grads;
+    problem->accumulate = desc->accumulate;
+    nji_collapse(desc, set->view, set->count, set->guide, problem);
 }
 
 /* ---- layout --------------------------------------------------------------------------------- */
@@ -1529,6 +1664,30 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
         choice->sums_bytes = rows * choice->slices * 2 * nji_accumulator_bytes(desc);
     }
     return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
+}
+
+/* The default choice, then others whose rows have the same bits and that may be faster on some
+   device: what NJ_TUNE_MEASURE chooses from. Returns how many there are, at most capacity. */
+static int nji_alternatives(const nj_desc *desc, int64_t rows, int64_t cols,
+                            const nji_device_facts *facts, const nj_preference *pref,
+                            nji_choice *out, int capacity) {
+    static const char call[] = "nji_alternatives";
+    int count = 1, change;
+    if (nji_choose(desc, rows, cols, facts, pref, &out[0], call) != NJ_OK) return 0;
+    if (out[0].family != NJI_ROWS) return 1;
+    for (change = 0; change < 3 && count < capacity; change++) {
+        nji_choice *other = &out[count];
+        *other = out[0];
+        if (change == 0) other->blocks *= 2;
+        if (change == 1) other->blocks /= 2;
+        if (change == 2) other->prefetch = !other->prefetch;
+        if (other->blocks < 1 || other->blocks * other->threads > nji_most_resident(facts->arch) ||
+            (change == 2 && other->forward)) {
+            continue;
+        }
+        if (nji_choose_parts(desc, rows, cols, facts, pref, other, call) == NJ_OK) count++;
+    }
+    return count;
 }
 
 /* ---- options for the compiler --------------------------------------------------------------- */
@@ -3082,6 +3241,7 @@ typedef void *nji_cu_context;
 typedef void *nji_cu_module;
 typedef void *nji_cu_function;
 typedef void *nji_cu_stream;
+typedef void *nji_cu_event;
 typedef unsigned long long nji_cu_pointer;
 
 /* CUresult */
@@ -3182,6 +3342,13 @@ typedef struct nji_driver {
     nji_cu_result(NJI_CU_CALL *cuPointerGetAttribute)(void *value, int attribute,
                                                       nji_cu_pointer pointer);
     nji_cu_result(NJI_CU_CALL *cuStreamIsCapturing)(nji_cu_stream stream, int *status);
+    /* for measured selection alone */
+    nji_cu_result(NJI_CU_CALL *cuEventCreate)(nji_cu_event *event, unsigned flags);
+    nji_cu_result(NJI_CU_CALL *cuEventDestroy)(nji_cu_event event);
+    nji_cu_result(NJI_CU_CALL *cuEventRecord)(nji_cu_event event, nji_cu_stream stream);
+    nji_cu_result(NJI_CU_CALL *cuEventSynchronize)(nji_cu_event event);
+    nji_cu_result(NJI_CU_CALL *cuEventElapsedTime)(float *milliseconds, nji_cu_event from,
+                                                   nji_cu_event to);
 } nji_driver;
 
 /* ---- what we use of NVRTC's interface ------------------------------------------------------- */
@@ -3316,6 +3483,8 @@ static void nji_search_note(nji_search *search, nj_status status, const char *na
 
 #define NJI_DRIVER_SYMBOL(member, name)                                                            \
     { name, offsetof(nji_driver, member), 0 }
+#define NJI_DRIVER_OPTIONAL(member, name)                                                          \
+    { name, offsetof(nji_driver, member), 1 }
 static const nji_symbol nji_driver_symbols[] = {
     NJI_DRIVER_SYMBOL(cuInit, "cuInit"),
     NJI_DRIVER_SYMBOL(cuDriverGetVersion, "cuDriverGetVersion"),
@@ -3338,8 +3507,14 @@ static const nji_symbol nji_driver_symbols[] = {
     NJI_DRIVER_SYMBOL(cuLaunchKernel, "cuLaunchKernel"),
     NJI_DRIVER_SYMBOL(cuPointerGetAttribute, "cuPointerGetAttribute"),
     NJI_DRIVER_SYMBOL(cuStreamIsCapturing, "cuStreamIsCapturing"),
-    {"cuLaunchKernelEx", offsetof(nji_driver, cuLaunchKernelEx), 1}};
+    NJI_DRIVER_OPTIONAL(cuLaunchKernelEx, "cuLaunchKernelEx"),
+    NJI_DRIVER_OPTIONAL(cuEventCreate, "cuEventCreate"),
+    NJI_DRIVER_OPTIONAL(cuEventDestroy, "cuEventDestroy_v2"),
+    NJI_DRIVER_OPTIONAL(cuEventRecord, "cuEventRecord"),
+    NJI_DRIVER_OPTIONAL(cuEventSynchronize, "cuEventSynchronize"),
+    NJI_DRIVER_OPTIONAL(cuEventElapsedTime, "cuEventElapsedTime")};
 #undef NJI_DRIVER_SYMBOL
+#undef NJI_DRIVER_OPTIONAL
 
 static void nji_driver_close(nji_driver *driver) {
     if (driver->library) nji_library_close(driver->library);
@@ -3732,6 +3907,18 @@ static uint64_t nji_jit_check_text(uint64_t hash, const char *text) {
     return hash;
 }
 
+static nji_jit_digest nji_jit_digest_of(const char *text) {
+    nji_jit_digest digest;
+    digest.key = nji_hash_text(NJI_HASH_SEED, text);
+    digest.check = nji_jit_check_text(0, text);
+    return digest;
+}
+
+static void nji_jit_digest_add(nji_jit_digest *digest, const char *text) {
+    digest->key = nji_hash_text(digest->key, text);
+    digest->check = nji_jit_check_text(digest->check, text);
+}
+
 static nji_jit_digest nji_jit_digest_make(const nji_jit *jit, const nji_jit_request *request) {
     nji_jit_digest digest;
     char head[160];
@@ -3739,12 +3926,8 @@ static nji_jit_digest nji_jit_digest_make(const nji_jit *jit, const nji_jit_requ
     snprintf(head, sizeof head, "%d %d nvrtc %d.%d sm_%d%s %016llx", NJI_JIT_FORMAT, NJ_VERSION,
              jit->nvrtc.major, jit->nvrtc.minor, request->arch, request->arch_specific ? "a" : "",
              (unsigned long long)request->source_hash);
-    digest.key = nji_hash_text(NJI_HASH_SEED, head);
-    digest.check = nji_jit_check_text(0, head);
-    for (i = 0; i < request->option_count; i++) {
-        digest.key = nji_hash_text(digest.key, request->options[i]);
-        digest.check = nji_jit_check_text(digest.check, request->options[i]);
-    }
+    digest = nji_jit_digest_of(head);
+    for (i = 0; i < request->option_count; i++) nji_jit_digest_add(&digest, request->options[i]);
     return digest;
 }
 
@@ -3946,16 +4129,47 @@ static int nji_jit_write(const nji_jit *jit, const nji_jit_digest *digest, const
     return 0;
 }
 
-/* A failure costs the next process a compilation, nothing else. */
-static void nji_jit_store(nji_jit *jit, const nji_jit_digest *digest, const nji_image *image) {
+/* A failure costs the next process the work that `what` took, nothing else. */
+static void nji_jit_store(nji_jit *jit, const nji_jit_digest *digest, const nji_image *image,
+                          const char *what) {
     if (nji_jit_write(jit, digest, image)) {
         jit->stats.disk_writes++;
         nji_jit_evict(jit);
     } else {
         jit->stats.disk_write_failures++;
-        nji_note(&jit->log, NJ_LOG_WARNING, "a compiled kernel could not be kept in %s",
-                 jit->cache_dir);
+        nji_note(&jit->log, NJ_LOG_WARNING, "%s could not be kept in %s", what, jit->cache_dir);
     }
+}
+
+/* Looks an image up on disk and counts; 0 also when the cache is off. */
+static int nji_jit_find(nji_jit *jit, const nji_jit_digest *digest, nji_image *out) {
+    int hit;
+    memset(out, 0, sizeof *out);
+    if (!jit->cache_dir) return 0;
+    hit = nji_jit_load(jit, digest, out);
+    if (hit) jit->stats.disk_hits++;
+    else jit->stats.disk_misses++;
+    return hit;
+}
+
+/* A few bytes that a caller wants to find again: an entry like that of a kernel, whose digest its
+   text must tell apart from kernels'. 1 when record was filled. */
+static int nji_jit_recall(nji_jit *jit, const nji_jit_digest *digest, void *record, size_t size) {
+    nji_image image;
+    int hit = nji_jit_find(jit, digest, &image) && image.size == size;
+    if (hit) memcpy(record, image.data, size);
+    nji_image_free(&image);
+    return hit;
+}
+
+static void nji_jit_remember(nji_jit *jit, const nji_jit_digest *digest, void *record, size_t size,
+                             const char *what) {
+    nji_image image;
+    if (!jit->cache_dir) return;
+    image.data = record;
+    image.size = size;
+    image.is_ptx = 0;
+    nji_jit_store(jit, digest, &image, what);
 }
 
 /* ---- compiling ------------------------------------------------------------------------------ */
@@ -4152,15 +4366,11 @@ static nj_status nji_jit_image(nji_jit *jit, const nji_jit_request *request, nji
     memset(out, 0, sizeof *out);
     if (!jit->has_nvrtc) return nji_fail(NJ_LIBRARY_NOT_FOUND, "%s: there is no NVRTC", call);
     digest = nji_jit_digest_make(jit, request);
-    if (jit->cache_dir) {
-        if (nji_jit_load(jit, &digest, out)) {
-            jit->stats.disk_hits++;
-            return NJ_OK;
-        }
-        jit->stats.disk_misses++;
-    }
+    if (nji_jit_find(jit, &digest, out)) return NJ_OK;
     status = nji_jit_compile(jit, request, out, call);
-    if (status == NJ_OK && jit->cache_dir) nji_jit_store(jit, &digest, out);
+    if (status == NJ_OK && jit->cache_dir) {
+        nji_jit_store(jit, &digest, out, "a compiled kernel");
+    }
     return status;
 }
 
@@ -22210,6 +22420,13 @@ typedef struct nji_module {
     int arch_specific;
 } nji_module;
 
+/* The candidate that measuring chose, found again by the digest of what it was chosen from. */
+typedef struct nji_tuned {
+    struct nji_tuned *next;
+    nji_jit_digest digest;
+    int candidate;
+} nji_tuned;
+
 typedef struct nji_cuda {
     nji_driver driver;
     nji_jit jit;
@@ -22220,7 +22437,8 @@ typedef struct nji_cuda {
     nji_cu_context context;
     int retained; /* the device's primary context is held by us */
     uint32_t flags;
-    nji_module *modules; /* guarded by the ctx's lock */
+    nji_module *modules; /* guarded by the ctx's lock, and so is what measuring found */
+    nji_tuned *tuned;
     int refuses;         /* the driver is too old for what this NVRTC makes: embedded PTX only */
 } nji_cuda;
 
@@ -22231,6 +22449,7 @@ typedef struct nji_cuda_plan {
     size_t workspace_bytes;
     nj_source fast_source, strided_source;
     int arch_specific;
+    int measured, candidate; /* whether and which of nji_alternatives measuring chose */
     void *fast_first;  /* the rows or tiles kernel, or the split kernels' first */
     void *fast_second; /* the split kernels' second */
     void *strided, *strided_parts, *params_sum;
@@ -22322,6 +22541,11 @@ static void nji_cuda_close(nji_cuda *cuda) {
         NJ_FREE(module);
     }
     nji_cuda_leave(cuda, pushed);
+    while (cuda->tuned) {
+        nji_tuned *tuned = cuda->tuned;
+        cuda->tuned = tuned->next;
+        NJ_FREE(tuned);
+    }
     if (cuda->retained) cuda->driver.cuDevicePrimaryCtxRelease(cuda->device);
     nji_jit_close(&cuda->jit);
     nji_driver_close(&cuda->driver);
@@ -22594,30 +22818,35 @@ static int nji_is_refusal(nj_status status) {
             error == NJI_CU_UNSUPPORTED_PTX_VERSION);
 }
 
-static nj_status nji_cuda_check_capture(const nji_cuda *cuda, const char *call) {
+static nj_status nji_cuda_check_capture(const nji_cuda *cuda, void *stream, const char *call) {
     int capturing = NJI_CU_CAPTURE_NONE;
-    int result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
+    int result = cuda->driver.cuStreamIsCapturing(stream, &capturing);
     if (nji_is_capture_error(result) || capturing != NJI_CU_CAPTURE_NONE)
         return nji_capture_fail(call);
     return result == 0 ? NJ_OK
                        : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
 }
 
-/* The caller holds the ctx's lock. */
-static nj_status nji_cuda_select(nji_cuda *cuda, const nj_desc *desc, int64_t rows, int64_t cols,
-                                 const nj_preference *pref, nji_cuda_plan *plan, const char *call) {
-    int pushed;
-    nj_status status;
-    nji_error before = nji_last;
+/* The plan's choice by the table. Nothing is compiled. */
+static nj_status nji_cuda_choose(const nji_cuda *cuda, const nj_desc *desc, int64_t rows,
+                                 int64_t cols, const nj_preference *pref, nji_cuda_plan *plan,
+                                 const char *call) {
     memset(plan, 0, sizeof *plan);
     plan->desc = *desc;
     plan->arch_specific = pref->allow_arch_specific && cuda->facts.arch >= 90;
-    status = nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
-    if (status != NJ_OK) return status;
+    return nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
+}
+
+/* The kernels of a plan that has its choice. The caller holds the ctx's lock. */
+static nj_status nji_cuda_select(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
+                                 const char *call) {
+    int pushed;
+    nj_status status;
+    nji_error before = nji_last;
     plan->workspace_bytes = (size_t)nji_workspace_of(&plan->choice);
     status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
-    status = nji_cuda_check_capture(cuda, call);
+    status = nji_cuda_check_capture(cuda, NULL, call);
     if (status == NJ_OK) status = nji_cuda_select_kernels(cuda, plan, cols, call);
     if (nji_is_refusal(status) && nji_cuda_compiles(cuda)) {
         nji_note(&cuda->jit.log, NJ_LOG_WARNING, "using the embedded PTX: %s", nji_last.text);
@@ -22878,7 +23107,411 @@ static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan,
     out->source = (int32_t)(fast ? plan->fast_source : plan->strided_source);
     out->threads = fast ? plan->choice.threads : NJI_STRIDED_THREADS;
     out->vector_bytes = fast ? plan->choice.vec * size : size;
+    out->candidate = fast ? plan->candidate : 0;
     snprintf(out->kernel, sizeof out->kernel, "%s", kernel);
+}
+
+/* ==== tune.h ==================================================================================== */
+/* Measured selection: the candidates of a descriptor run on operands made up in the caller's scratch
+   memory, and the fastest is remembered. */
+
+#define NJI_TUNE_CANDIDATES 4
+#define NJI_TUNE_ROUNDS 5    /* in each all candidates take their turn: a drifting clock hits all */
+#define NJI_TUNE_LAUNCHES 10 /* timed as one: an event resolves half a microsecond */
+#define NJI_TUNE_MARGIN 0.98f /* another must stay below this share of the first one's time */
+#define NJI_TUNE_WAVES 4      /* rows that fill the device that often, or all */
+#define NJI_TUNE_BYTES ((int64_t)256 << 20) /* operands that no device's cache holds */
+
+/* The candidates, and operands for them: sets that take turns, each with all but the parameters. */
+typedef struct nji_trial {
+    nji_choice choice[NJI_TUNE_CANDIDATES];
+    int count;
+    nj_desc desc; /* the plan's; its shape is that of a set */
+    int64_t cols;
+    int64_t run;       /* rows that stay together: neighbours of the tiles kernels */
+    int64_t row_bytes; /* of a set, for each row */
+    int64_t workspace_bytes, shared_bytes; /* for every candidate; with the parameters */
+    int64_t least_rows, enough_rows;
+    int64_t rows, sets; /* what the scratch memory is cut into */
+} nji_trial;
+
+/* ---- operands ------------------------------------------------------------------------------- */
+
+static int64_t nji_tune_padded(int64_t bytes) {
+    return nji_ceil_div(bytes, NJI_WORKSPACE_ALIGNMENT) * NJI_WORKSPACE_ALIGNMENT;
+}
+
+#define NJI_TUNE_PADDING (10 * NJI_WORKSPACE_ALIGNMENT) /* at most, between a set's operands */
+
+#define NJI_TUNE_TOO_MUCH (INT64_MAX / 32) /* no device has it; ten times it are no overflow */
+
+static int64_t nji_trial_set_bytes(const nji_trial *trial, int64_t rows) {
+    int64_t bytes;
+    if (!nji_mul_i64(rows, trial->row_bytes, &bytes) || bytes > NJI_TUNE_TOO_MUCH)
+        return NJI_TUNE_TOO_MUCH;
+    return nji_tune_padded(bytes) + NJI_TUNE_PADDING;
+}
+
+static int64_t nji_trial_bytes(const nji_trial *trial, int64_t rows, int64_t sets) {
+    return trial->shared_bytes + sets * nji_trial_set_bytes(trial, rows);
+}
+
+static int64_t nji_trial_least(const nji_trial *trial) {
+    return nji_trial_bytes(trial, trial->least_rows, 1);
+}
+
+static int64_t nji_trial_enough(const nji_trial *trial) {
+    int64_t set = nji_trial_set_bytes(trial, trial->enough_rows);
+    int64_t sets = nji_clamp(nji_ceil_div(NJI_TUNE_BYTES, set), 1, NJI_TUNE_LAUNCHES);
+    return nji_trial_bytes(trial, trial->enough_rows, sets);
+}
+
+/* Packed operands for so many rows, which the kernels take like those of a run. */
+static void nji_trial_views(nji_trial *trial, int64_t rows, void *address, nj_args *args,
+                            nji_views *views) {
+    trial->desc.rank = 3;
+    trial->desc.shape[0] = rows / trial->run;
+    trial->desc.shape[1] = trial->cols;
+    trial->desc.shape[2] = trial->run;
+    trial->desc.norm_axes = 1u << 1;
+    nji_packed_args(&trial->desc, address, args);
+    nji_list_views(&trial->desc, args, views);
+}
+
+/* Bytes of an operand that a set of so many rows has. */
+static int64_t nji_trial_operand(const nji_trial *trial, const nji_view *view, int64_t rows) {
+    int64_t count = view->kind == NJI_PARAM ? trial->cols : rows;
+    return view->size * (view->kind == NJI_FULL ? count * trial->cols : count);
+}
+
+/* Candidates and sizes; count is 1 where there is nothing to choose from. */
+static void nji_trial_make(nji_trial *trial, const nji_cuda *cuda, const nji_cuda_plan *plan,
+                           int64_t rows, int64_t cols, const nj_preference *pref) {
+    nj_args args;
+    nji_views views;
+    int64_t run = 1;
+    int i;
+    memset(trial, 0, sizeof *trial);
+    trial->count = 1;
+    trial->choice[0] = plan->choice;
+    if (!nji_cuda_compiles(cuda) || plan->choice.family == NJI_STRIDED || rows == 0) return;
+    trial->count = nji_alternatives(&plan->desc, rows, cols, &cuda->facts, pref, trial->choice,
+                                    NJI_TUNE_CANDIDATES);
+    if (plan->choice.family == NJI_TILES) nji_is_channels_first(&plan->desc, &run);
+    trial->desc = plan->desc;
+    trial->cols = cols;
+    trial->run = run;
+    nji_trial_views(trial, run, NULL, &args, &views);
+    for (i = 0; i < views.count; i++) {
+        int64_t bytes = nji_trial_operand(trial, &views.view[i], 1);
+        if (views.view[i].kind == NJI_PARAM) trial->shared_bytes += nji_tune_padded(bytes);
+        else trial->row_bytes += bytes;
+    }
+    for (i = 0; i < trial->count; i++) {
+        const nji_choice *choice = &trial->choice[i];
+        int64_t workspace = nji_tune_padded(nji_workspace_of(choice));
+        int64_t wave = (int64_t)cuda->facts.multiprocessors * choice->blocks *
+                       nji_block_rows(choice) / choice->slices;
+        if (workspace > trial->workspace_bytes) trial->workspace_bytes = workspace;
+        if (wave * NJI_TUNE_WAVES > trial->least_rows) trial->least_rows = wave * NJI_TUNE_WAVES;
+    }
+    trial->shared_bytes += trial->workspace_bytes;
+    trial->least_rows = nji_min_i64(nji_ceil_div(trial->least_rows, run) * run, rows);
+    trial->enough_rows = nji_ceil_div(NJI_TUNE_BYTES / trial->row_bytes + 1, run) * run;
+    trial->enough_rows = nji_clamp(trial->enough_rows, trial->least_rows, rows);
+}
+
+/* Cuts the scratch memory into sets: as many rows as it holds, then as many sets. */
+static void nji_trial_cut(nji_trial *trial, uint64_t bytes) {
+    int64_t enough = nji_trial_enough(trial), room;
+    room = (bytes < (uint64_t)enough ? (int64_t)bytes : enough) - trial->shared_bytes;
+    trial->rows = (room - NJI_TUNE_PADDING - NJI_WORKSPACE_ALIGNMENT) / trial->row_bytes;
+    trial->rows = nji_clamp(trial->rows, trial->least_rows, trial->enough_rows);
+    trial->rows -= trial->rows % trial->run;
+    trial->sets =
+        nji_clamp(room / nji_trial_set_bytes(trial, trial->rows), 1, NJI_TUNE_LAUNCHES);
+}
+
+static void nji_trial_bind(nji_trial *trial, int64_t set, void *scratch, nji_problem *problem) {
+    char *shared = (char *)scratch + trial->workspace_bytes;
+    char *own = (char *)scratch + trial->shared_bytes +
+                set * nji_trial_set_bytes(trial, trial->rows);
+    nj_args args;
+    nji_views views;
+    int i;
+    nji_trial_views(trial, trial->rows, scratch, &args, &views);
+    for (i = 0; i < views.count; i++) {
+        nji_view *view = &views.view[i];
+        char **at = view->kind == NJI_PARAM ? &shared : &own;
+        view->data = *at;
+        *at += nji_tune_padded(nji_trial_operand(trial, view, trial->rows));
+    }
+    nji_bind(&trial->desc, trial->rows, trial->cols, &views, problem);
+    problem->partial = scratch;
+}
+
+/* For nj_tune_scratch_size. */
+static void nji_tune_scratch(const nji_cuda *cuda, const nji_cuda_plan *plan, int64_t rows,
+                             int64_t cols, const nj_preference *pref, size_t *least,
+                             size_t *enough) {
+    nji_trial trial;
+    nji_trial_make(&trial, cuda, plan, rows, cols, pref);
+    if (trial.count < 2) return;
+    *least = (size_t)nji_trial_least(&trial);
+    *enough = (size_t)nji_trial_enough(&trial);
+}
+
+static nj_status nji_check_scratch(const nji_trial *trial, const nj_preference *pref,
+                                   const char *call) {
+    uint64_t needed = (uint64_t)nji_trial_least(trial), got = pref->tune_scratch_bytes;
+    if (got < needed) {
+        return nji_fail_sized(NJ_WORKSPACE_TOO_SMALL, needed, got,
+                              "%s: pref.tune_scratch_bytes = %llu: measuring needs %llu bytes",
+                              call, (unsigned long long)got, (unsigned long long)needed);
+    }
+    if (!pref->tune_scratch) {
+        return nji_fail(NJ_INVALID_ARGUMENT,
+                        "%s: pref.tune_scratch = NULL: measuring needs %llu bytes", call,
+                        (unsigned long long)needed);
+    }
+    if ((uintptr_t)pref->tune_scratch % NJI_WORKSPACE_ALIGNMENT != 0) {
+        return nji_fail(NJ_MISALIGNED_OPERAND,
+                        "%s: pref.tune_scratch = %p: must be a multiple of %d bytes", call,
+                        pref->tune_scratch, NJI_WORKSPACE_ALIGNMENT);
+    }
+    return NJ_OK;
+}
+
+/* ---- time ----------------------------------------------------------------------------------- */
+
+static nj_status nji_tune_status(const nji_cuda *cuda, int result, const char *function,
+                                 const char *call) {
+    if (nji_is_capture_error(result)) return nji_capture_fail(call);
+    return result == 0 ? NJ_OK : nji_driver_fail(&cuda->driver, result, call, function);
+}
+
+typedef struct nji_stopwatch {
+    const nji_cuda *cuda;
+    void *stream;
+    void *from, *to; /* events */
+    nji_problem set[NJI_TUNE_LAUNCHES];
+    int64_t sets;
+} nji_stopwatch;
+
+/* Milliseconds of a batch of launches. */
+static nj_status nji_stopwatch_time(const nji_stopwatch *watch, const nji_cuda_plan *plan,
+                                    float *ms, const char *call) {
+    const nji_driver *driver = &watch->cuda->driver;
+    nj_status status = nji_tune_status(
+        watch->cuda, driver->cuEventRecord(watch->from, watch->stream), "cuEventRecord", call);
+    int i;
+    for (i = 0; status == NJ_OK && i < NJI_TUNE_LAUNCHES; i++) {
+        nji_problem problem = watch->set[i % watch->sets];
+        status = nji_cuda_run(watch->cuda, plan, &problem, watch->stream, call);
+    }
+    if (status != NJ_OK) return status;
+    status = nji_tune_status(watch->cuda, driver->cuEventRecord(watch->to, watch->stream),
+                             "cuEventRecord", call);
+    if (status != NJ_OK) return status;
+    status = nji_tune_status(watch->cuda, driver->cuEventSynchronize(watch->to),
+                             "cuEventSynchronize", call);
+    if (status != NJ_OK) return status;
+    return nji_tune_status(watch->cuda, driver->cuEventElapsedTime(ms, watch->from, watch->to),
+                           "cuEventElapsedTime", call);
+}
+
+/* The least time of each plan. The first round warms up. */
+static nj_status nji_stopwatch_rounds(const nji_stopwatch *watch, const nji_cuda_plan *plans,
+                                      int count, float *least, const char *call) {
+    int round, i;
+    for (round = 0; round <= NJI_TUNE_ROUNDS; round++) {
+        for (i = 0; i < count; i++) {
+            float ms;
+            nj_status status = nji_stopwatch_time(watch, &plans[i], &ms, call);
+            if (status != NJ_OK) return status;
+            if (round <= 1 || ms < least[i]) least[i] = ms;
+        }
+    }
+    return NJ_OK;
+}
+
+static nj_status nji_stopwatch_open(nji_stopwatch *watch, const char *call) {
+    const nji_driver *driver = &watch->cuda->driver;
+    nj_status status;
+    if (!driver->cuEventCreate || !driver->cuEventDestroy || !driver->cuEventRecord ||
+        !driver->cuEventSynchronize || !driver->cuEventElapsedTime) {
+        return nji_fail(NJ_UNSUPPORTED,
+                        "%s: pref.tune = NJ_TUNE_MEASURE: this driver has no events", call);
+    }
+    status =
+        nji_tune_status(watch->cuda, driver->cuEventCreate(&watch->from, 0), "cuEventCreate", call);
+    if (status != NJ_OK) return status;
+    status =
+        nji_tune_status(watch->cuda, driver->cuEventCreate(&watch->to, 0), "cuEventCreate", call);
+    if (status != NJ_OK) driver->cuEventDestroy(watch->from);
+    return status;
+}
+
+static void nji_stopwatch_close(nji_stopwatch *watch) {
+    watch->cuda->driver.cuEventDestroy(watch->from);
+    watch->cuda->driver.cuEventDestroy(watch->to);
+}
+
+/* The kernels of every candidate. */
+static nj_status nji_tune_compile(nji_cuda *cuda, const nji_cuda_plan *plan, const nji_trial *trial,
+                                  nji_cuda_plan *plans, const char *call) {
+    nj_status status = NJ_OK;
+    int i;
+    for (i = 0; status == NJ_OK && i < trial->count; i++) {
+        plans[i] = *plan;
+        plans[i].choice = trial->choice[i];
+        status = nji_cuda_select_kernels(cuda, &plans[i], trial->cols, call);
+    }
+    return status;
+}
+
+/* The candidate that is more than the margin faster than the first, and faster than all others;
+   else the first. */
+static int nji_tune_winner(const float *ms, int count) {
+    int best = 0, i;
+    for (i = 1; i < count; i++) {
+        if (ms[i] < ms[best]) best = i;
+    }
+    return ms[best] < ms[0] * NJI_TUNE_MARGIN ? best : 0;
+}
+
+static nj_status nji_tune_measure(nji_cuda *cuda, const nji_cuda_plan *plan, nji_trial *trial,
+                                  const nj_preference *pref, int *winner, const char *call) {
+    nji_cuda_plan plans[NJI_TUNE_CANDIDATES];
+    float ms[NJI_TUNE_CANDIDATES] = {0};
+    nji_stopwatch watch;
+    nj_status status = nji_tune_compile(cuda, plan, trial, plans, call);
+    if (status != NJ_OK) return status;
+    nji_trial_cut(trial, pref->tune_scratch_bytes);
+    watch.cuda = cuda;
+    watch.stream = pref->tune_stream;
+    for (watch.sets = 0; watch.sets < trial->sets; watch.sets++)
+        nji_trial_bind(trial, watch.sets, pref->tune_scratch, &watch.set[watch.sets]);
+    status = nji_stopwatch_open(&watch, call);
+    if (status != NJ_OK) return status;
+    status = nji_stopwatch_rounds(&watch, plans, trial->count, ms, call);
+    nji_stopwatch_close(&watch);
+    if (status != NJ_OK) return status;
+    *winner = nji_tune_winner(ms, trial->count);
+    cuda->jit.stats.tunes++;
+    nji_note(&cuda->jit.log, NJ_LOG_INFO,
+             "measured %d geometries on %lld of the rows: number %d takes %.1f us, the table's "
+             "%.1f us",
+             trial->count, (long long)trial->rows, *winner, 1e3 * ms[*winner] / NJI_TUNE_LAUNCHES,
+             1e3 * ms[0] / NJI_TUNE_LAUNCHES);
+    return NJ_OK;
+}
+
+/* ---- memory --------------------------------------------------------------------------------- */
+
+/* What is kept on disk, in an entry that says what it was measured with. */
+typedef struct nji_tune_record {
+    uint32_t candidate, count;
+} nji_tune_record;
+
+/* Of all that the answer depends on: the device by its name, too, since equal processors differ in
+   their memory; the candidates by what they are compiled and launched with. */
+static nji_jit_digest nji_tune_digest(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                                      const nji_trial *trial, int64_t rows) {
+    nji_jit_digest digest;
+    char text[320];
+    int i, k;
+    snprintf(text, sizeof text, "tune %d %d nvrtc %d.%d sm_%d%s %d %s %lld %lld", NJI_JIT_FORMAT,
+             NJ_VERSION, cuda->jit.nvrtc.major, cuda->jit.nvrtc.minor, cuda->facts.arch,
+             plan->arch_specific ? "a" : "", cuda->facts.multiprocessors, cuda->name,
+             (long long)rows, (long long)trial->run);
+    digest = nji_jit_digest_of(text);
+    for (i = 0; i < trial->count; i++) {
+        const nji_choice *choice = &trial->choice[i];
+        nji_options options;
+        snprintf(text, sizeof text, "%016llx %d",
+                 (unsigned long long)nji_fast_program_of(choice)->hash, choice->parts);
+        nji_jit_digest_add(&digest, text);
+        nji_fast_options(&plan->desc, trial->cols, choice, &options);
+        for (k = 0; k < options.count; k++) nji_jit_digest_add(&digest, options.list[k]);
+    }
+    return digest;
+}
+
+/* Without memory for it the next select asks the disk or measures again. */
+static void nji_tuned_keep(nji_cuda *cuda, const nji_jit_digest *digest, int candidate) {
+    nji_tuned *tuned = (nji_tuned *)NJ_MALLOC(sizeof *tuned);
+    if (!tuned) return;
+    tuned->next = cuda->tuned;
+    tuned->digest = *digest;
+    tuned->candidate = candidate;
+    cuda->tuned = tuned;
+}
+
+static void nji_tuned_write(nji_cuda *cuda, const nji_jit_digest *digest, int candidate,
+                            int count) {
+    nji_tune_record record;
+    record.candidate = (uint32_t)candidate;
+    record.count = (uint32_t)count;
+    nji_jit_remember(&cuda->jit, digest, &record, sizeof record, "a measured choice");
+}
+
+static int nji_tuned_find(nji_cuda *cuda, const nji_jit_digest *digest, int count, int *candidate) {
+    const nji_tuned *tuned = cuda->tuned;
+    nji_tune_record record;
+    while (tuned && (tuned->digest.key != digest->key || tuned->digest.check != digest->check))
+        tuned = tuned->next;
+    if (tuned) {
+        *candidate = tuned->candidate;
+        return 1;
+    }
+    if (!nji_jit_recall(&cuda->jit, digest, &record, sizeof record)) return 0;
+    if (record.count != (uint32_t)count || record.candidate >= (uint32_t)count) return 0;
+    *candidate = (int)record.candidate;
+    nji_tuned_keep(cuda, digest, *candidate);
+    return 1;
+}
+
+/* Measures, having checked that it may. */
+static nj_status nji_tune_now(nji_cuda *cuda, const nji_cuda_plan *plan, nji_trial *trial,
+                              const nj_preference *pref, int *winner, const char *call) {
+    int pushed;
+    nj_status status = nji_check_scratch(trial, pref, call);
+    if (status == NJ_OK) status = nji_cuda_enter(cuda, &pushed, call);
+    if (status != NJ_OK) return status;
+    status = nji_cuda_check_capture(cuda, NULL, call);
+    if (status == NJ_OK && pref->tune_stream)
+        status = nji_cuda_check_capture(cuda, pref->tune_stream, call);
+    if (status == NJ_OK) status = nji_tune_measure(cuda, plan, trial, pref, winner, call);
+    nji_cuda_leave(cuda, pushed);
+    return status;
+}
+
+/* Chooses for a plan that has the table's choice: from memory, from disk, or by measuring now. The
+   caller holds the ctx's lock. */
+static nj_status nji_tune(nji_cuda *cuda, nji_cuda_plan *plan, int64_t rows, int64_t cols,
+                          const nj_preference *pref, const char *call) {
+    nji_trial trial;
+    nji_jit_digest digest;
+    nji_error before = nji_last;
+    int winner = 0;
+    nji_trial_make(&trial, cuda, plan, rows, cols, pref);
+    if (trial.count < 2) return NJ_OK;
+    digest = nji_tune_digest(cuda, plan, &trial, rows);
+    if (!nji_tuned_find(cuda, &digest, trial.count, &winner)) {
+        nj_status status = nji_tune_now(cuda, plan, &trial, pref, &winner, call);
+        if (nji_is_refusal(status)) { /* select will meet it again, and knows what to do */
+            nji_last = before;
+            return NJ_OK;
+        }
+        if (status != NJ_OK) return status;
+        nji_tuned_keep(cuda, &digest, winner);
+        nji_tuned_write(cuda, &digest, winner, trial.count);
+    }
+    plan->choice = trial.choice[winner];
+    plan->candidate = winner;
+    plan->measured = 1;
+    return NJ_OK;
 }
 
 /* ==== plan.h ==================================================================================== */
@@ -22905,10 +23538,6 @@ struct nj_plan {
 };
 
 /* ---- descriptor ----------------------------------------------------------------------------- */
-
-static int nji_is_forward(const nj_desc *desc) {
-    return desc->op == NJ_OP_LAYER_NORM_FORWARD;
-}
 
 static nj_status nji_check_types(nj_desc *desc, const char *call) {
     if (!nj_dtype_size(desc->dtype)) {
@@ -23010,59 +23639,6 @@ static nj_status nji_check_desc(nj_desc *desc, int64_t *rows, int64_t *cols, con
 
 /* ---- arguments ------------------------------------------------------------------------------ */
 
-typedef struct nji_views {
-    nji_view view[10];
-    int count;
-    int packed; /* each view is as nj_packed makes it */
-    int guide;  /* the output of x's shape, else dy */
-} nji_views;
-
-#define NJI_VIEW(set, args, field, kind_of, type_of, is_written)                                   \
-    do {                                                                                           \
-        nji_view *added = &(set)->view[(set)->count++];                                            \
-        added->name = #field;                                                                      \
-        added->data = (void *)(uintptr_t)(args)->field.data;                                       \
-        added->shape = (args)->field.shape;                                                        \
-        added->stride = (args)->field.stride;                                                      \
-        added->offset = (args)->field.offset;                                                      \
-        added->count = (args)->field.count;                                                        \
-        added->rank = (args)->field.rank;                                                          \
-        added->kind = (kind_of);                                                                   \
-        added->dtype = (type_of);                                                                  \
-        added->size = (int32_t)nj_dtype_size(type_of);                                             \
-        added->writable = (is_written);                                                            \
-        added->empty = 0;                                                                          \
-        added->slot = offsetof(nji_problem, field);                                                \
-    } while (0)
-
-/* Lists the operands that the descriptor uses; what it does not use is not looked at. */
-static void nji_list_views(const nj_desc *desc, const nj_args *args, nji_views *set) {
-    nj_dtype type = desc->dtype, param = desc->param_dtype, stat = desc->stat_dtype;
-    set->count = set->packed = 0;
-    if (nji_is_forward(desc)) {
-        NJI_VIEW(set, args, y, NJI_FULL, type, 1);
-        NJI_VIEW(set, args, x, NJI_FULL, type, 0);
-        if (desc->has_gamma) NJI_VIEW(set, args, gamma, NJI_PARAM, param, 0);
-        if (desc->has_beta) NJI_VIEW(set, args, beta, NJI_PARAM, param, 0);
-        if (args->mean.data) NJI_VIEW(set, args, mean, NJI_STAT, stat, 1);
-        if (args->rstd.data) NJI_VIEW(set, args, rstd, NJI_STAT, stat, 1);
-    } else {
-        if (desc->grads & NJ_GRAD_DX) NJI_VIEW(set, args, dx, NJI_FULL, type, 1);
-        NJI_VIEW(set, args, dy, NJI_FULL, type, 0);
-        if (desc->grads & (NJ_GRAD_DX | NJ_GRAD_DGAMMA)) {
-            NJI_VIEW(set, args, x, NJI_FULL, type, 0);
-            NJI_VIEW(set, args, mean, NJI_STAT, stat, 0);
-            NJI_VIEW(set, args, rstd, NJI_STAT, stat, 0);
-        }
-        if (desc->has_gamma && (desc->grads & NJ_GRAD_DX)) {
-            NJI_VIEW(set, args, gamma, NJI_PARAM, param, 0);
-        }
-        if (desc->grads & NJ_GRAD_DGAMMA) NJI_VIEW(set, args, dgamma, NJI_PARAM, param, 1);
-        if (desc->grads & NJ_GRAD_DBETA) NJI_VIEW(set, args, dbeta, NJI_PARAM, param, 1);
-    }
-    set->guide = 0;
-}
-
 /* The one validator: can_implement and run both come here. */
 static nj_status nji_check_args(const nj_plan *plan, const nj_args *args, nji_views *set,
                                 const char *call) {
@@ -23115,48 +23691,29 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set,
 }
 
 /* Checked views -> what a backend computes. */
-static void nji_bind(const nj_plan *plan, const nji_views *set, nji_problem *problem) {
-    if (set->packed) {
-        int i;
-        *problem = plan->packed_problem;
-        problem->mean.data = problem->rstd.data = NULL; /* a forward need not be given them */
-        for (i = 0; i < set->count; i++) {
-            nji_operand_of(problem, &set->view[i])->data = nji_first_element(&set->view[i]);
-        }
+static void nji_plan_bind(const nj_plan *plan, const nji_views *set, nji_problem *problem) {
+    int i;
+    if (!set->packed) {
+        nji_bind(&plan->desc, plan->rows, plan->cols, set, problem);
         return;
     }
-    memset(problem, 0, sizeof *problem);
-    problem->rows = plan->rows;
-    problem->cols = plan->cols;
-    problem->eps = plan->desc.eps;
-    problem->param_dtype = (int)plan->desc.param_dtype;
-    problem->stat_dtype = (int)plan->desc.stat_dtype;
-    problem->grads = plan->desc.grads;
-    problem->accumulate = plan->desc.accumulate;
-    nji_collapse(&plan->desc, set->view, set->count, set->guide, problem);
+    *problem = plan->packed_problem;
+    problem->mean.data = problem->rstd.data = NULL; /* a forward need not be given them */
+    for (i = 0; i < set->count; i++) {
+        nji_operand_of(problem, &set->view[i])->data = nji_first_element(&set->view[i]);
+    }
 }
 
 /* What the plan knows of packed operands, at a made-up address. */
 static void nji_prepare_packed(nj_plan *plan) {
-    const nj_desc *desc = &plan->desc;
-    void *address = (void *)(uintptr_t)4096;
     nj_args args;
     nji_views set;
-    int kind;
-    for (kind = NJI_FULL; kind <= NJI_PARAM; kind++) {
-        int64_t shape[NJ_MAX_RANK];
-        int32_t rank;
-        nji_expected_shape(desc, (nji_kind)kind, &rank, shape);
-        plan->packed[kind] = nj_packed(address, rank, shape);
-    }
-    memset(&args, 0, sizeof args);
-    args.y = args.dx = plan->packed[NJI_FULL];
-    args.x = args.dy = nj_as_const(plan->packed[NJI_FULL]);
-    args.mean = args.rstd = plan->packed[NJI_STAT];
-    args.dgamma = args.dbeta = plan->packed[NJI_PARAM];
-    args.gamma = args.beta = nj_as_const(plan->packed[NJI_PARAM]);
-    nji_list_views(desc, &args, &set);
-    nji_bind(plan, &set, &plan->packed_problem);
+    nji_packed_args(&plan->desc, (void *)(uintptr_t)4096, &args);
+    plan->packed[NJI_FULL] = args.y;
+    plan->packed[NJI_STAT] = args.mean;
+    plan->packed[NJI_PARAM] = args.dgamma;
+    nji_list_views(&plan->desc, &args, &set);
+    nji_bind(&plan->desc, plan->rows, plan->cols, &set, &plan->packed_problem);
 }
 
 /* ---- contexts ------------------------------------------------------------------------------- */
@@ -23313,6 +23870,10 @@ static nj_status nji_check_preference(const nj_ctx *ctx, const nj_preference *pr
         return nji_fail(NJ_UNSUPPORTED, "%s: pref.prefer_backend = CUDA: the ctx is a host ctx",
                         call);
     }
+    if (pref->tune != NJ_TUNE_TABLE && pref->tune != NJ_TUNE_MEASURE) {
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: pref.tune = %d: must be one of NJ_TUNE_*", call,
+                        (int)pref->tune);
+    }
     return NJ_OK; /* every kernel is deterministic and batch-invariant: those demands are met */
 }
 
@@ -23332,33 +23893,61 @@ static nj_status nji_select_host(nj_plan *plan, const nj_preference *pref, const
     return NJ_OK;
 }
 
+static nj_status nji_select_cuda(nj_plan *plan, nj_ctx *ctx, const nj_preference *pref,
+                                 const char *call) {
+    nji_cuda_plan *cuda = &plan->cuda;
+    nj_status status =
+        nji_cuda_choose(&ctx->cuda, &plan->desc, plan->rows, plan->cols, pref, cuda, call);
+    if (status != NJ_OK) return status;
+    nji_lock_enter(&ctx->lock);
+    if (pref->tune == NJ_TUNE_MEASURE)
+        status = nji_tune(&ctx->cuda, cuda, plan->rows, plan->cols, pref, call);
+    if (status == NJ_OK) status = nji_cuda_select(&ctx->cuda, cuda, plan->cols, call);
+    nji_lock_leave(&ctx->lock);
+    plan->workspace_bytes = cuda->workspace_bytes;
+    return status;
+}
+
+/* Checks what a plan is selected from, and fills in all of the plan that follows from it alone. */
+static nj_status nji_plan_begin(nj_plan *plan, const nj_ctx *ctx, const nj_desc *desc,
+                                const nj_preference *pref, const char *call) {
+    nj_status status;
+    memset(plan, 0, sizeof *plan);
+    plan->desc = *desc;
+    status = nji_check_desc(&plan->desc, &plan->rows, &plan->cols, call);
+    return status == NJ_OK ? nji_check_preference(ctx, pref, &plan->backend, call) : status;
+}
+
+/* ctx and desc are there. */
+static nj_status nji_check_given(const nj_ctx *ctx, const nj_desc *desc, const char *call) {
+    if (!ctx) return nji_fail(NJ_INVALID_ARGUMENT, "%s: ctx = NULL: a ctx is required", call);
+    if (!desc)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
+    return NJ_OK;
+}
+
+static nj_preference nji_preference_of(const nj_preference *pref) {
+    nj_preference no_demands;
+    memset(&no_demands, 0, sizeof no_demands);
+    return pref ? *pref : no_demands;
+}
+
 NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
                                 const nj_preference *pref) {
     static const char call[] = "nj_plan_select";
-    nj_preference no_demands;
+    const nj_preference demands = nji_preference_of(pref);
     nj_plan *plan;
     nj_status status;
     if (!out) return nji_fail(NJ_INVALID_ARGUMENT, "%s: out = NULL: nowhere to put the plan", call);
     *out = NULL;
-    if (!ctx) return nji_fail(NJ_INVALID_ARGUMENT, "%s: ctx = NULL: a ctx is required", call);
-    if (!desc)
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
-    memset(&no_demands, 0, sizeof no_demands);
-    if (!pref) pref = &no_demands;
+    status = nji_check_given(ctx, desc, call);
+    if (status != NJ_OK) return status;
     plan = (nj_plan *)NJ_MALLOC(sizeof *plan);
     if (!plan) return nji_out_of_memory(call, sizeof *plan);
-    memset(plan, 0, sizeof *plan);
-    plan->desc = *desc;
-    status = nji_check_desc(&plan->desc, &plan->rows, &plan->cols, call);
-    if (status == NJ_OK) status = nji_check_preference(ctx, pref, &plan->backend, call);
-    if (status == NJ_OK && plan->backend == NJ_BACKEND_HOST)
-        status = nji_select_host(plan, pref, call);
-    if (status == NJ_OK && plan->backend == NJ_BACKEND_CUDA) {
-        nji_lock_enter(&ctx->lock);
-        status = nji_cuda_select(&ctx->cuda, &plan->desc, plan->rows, plan->cols, pref, &plan->cuda,
-                                 call);
-        nji_lock_leave(&ctx->lock);
-        plan->workspace_bytes = plan->cuda.workspace_bytes;
+    status = nji_plan_begin(plan, ctx, desc, &demands, call);
+    if (status == NJ_OK) {
+        status = plan->backend == NJ_BACKEND_HOST ? nji_select_host(plan, &demands, call)
+                                                  : nji_select_cuda(plan, ctx, &demands, call);
     }
     if (status != NJ_OK) {
         NJ_FREE(plan);
@@ -23368,6 +23957,30 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
     nji_ctx_retain(ctx);
     plan->ctx = ctx;
     *out = plan;
+    return NJ_OK;
+}
+
+NJ_API nj_status nj_tune_scratch_size(nj_ctx *ctx, const nj_desc *desc, const nj_preference *pref,
+                                      size_t *least, size_t *enough) {
+    static const char call[] = "nj_tune_scratch_size";
+    const nj_preference demands = nji_preference_of(pref);
+    nj_plan plan;
+    nj_status status;
+    if (!least || !enough) {
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: %s = NULL: nowhere to put it", call,
+                        least ? "enough" : "least");
+    }
+    *least = *enough = 0;
+    status = nji_check_given(ctx, desc, call);
+    if (status != NJ_OK) return status;
+    status = nji_plan_begin(&plan, ctx, desc, &demands, call);
+    if (status != NJ_OK || plan.backend == NJ_BACKEND_HOST) return status;
+    status =
+        nji_cuda_choose(&ctx->cuda, &plan.desc, plan.rows, plan.cols, &demands, &plan.cuda, call);
+    if (status != NJ_OK) return status;
+    nji_lock_enter(&ctx->lock);
+    nji_tune_scratch(&ctx->cuda, &plan.cuda, plan.rows, plan.cols, &demands, least, enough);
+    nji_lock_leave(&ctx->lock);
     return NJ_OK;
 }
 
@@ -23394,7 +24007,7 @@ NJ_API nj_status nj_plan_run(const nj_plan *plan, const nj_args *args, void *wor
     nj_status status = nji_check_args(plan, args, &set, call);
     if (status == NJ_OK) status = nji_check_workspace(plan, &set, workspace, workspace_size, call);
     if (status != NJ_OK) return status;
-    nji_bind(plan, &set, &problem);
+    nji_plan_bind(plan, &set, &problem);
     if (plan->backend == NJ_BACKEND_HOST) {
         nji_host_run(&plan->desc, &problem, workspace);
         return NJ_OK;
@@ -23412,7 +24025,7 @@ NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *o
     if (args) {
         nj_status status = nji_check_args(plan, args, &set, call);
         if (status != NJ_OK) return status;
-        nji_bind(plan, &set, &problem);
+        nji_plan_bind(plan, &set, &problem);
     } else {
         if (!plan)
             return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
@@ -23442,7 +24055,8 @@ NJ_API nj_status nj_plan_precision(const nj_plan *plan, nj_precision *out) {
     if (!plan) return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
     out->math = out->accumulator = (int32_t)(plan->desc.dtype == NJ_F64 ? NJ_F64 : NJ_F32);
     out->deterministic = 1;
-    out->bit_stable_on_same_hardware = 1;
+    /* the order in which rows are added up is the winner's, and another time another may win */
+    out->bit_stable_on_same_hardware = !(plan->cuda.measured && nji_wants_params(&plan->desc));
     out->batch_invariant = 1;
     return NJ_OK;
 }

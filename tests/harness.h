@@ -276,6 +276,7 @@ typedef struct operand {
 
 typedef struct problem {
     nj_desc desc; /* op is set by the run */
+    nj_preference pref;
     operand op[OPERANDS];
     int64_t rows, cols;
     double x_scale, x_shift; /* x is about x_shift +- x_scale */
@@ -572,7 +573,7 @@ static inline void select_plan(problem *p, nj_op op) {
     p->desc.op = op;
     desc = p->desc;
     if (op == NJ_OP_LAYER_NORM_FORWARD) desc.grads = desc.accumulate = 0;
-    require_ok(nj_plan_select(&p->plan, bed.ctx, &desc, NULL));
+    require_ok(nj_plan_select(&p->plan, bed.ctx, &desc, &p->pref));
     make_room(p);
 }
 

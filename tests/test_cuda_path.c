@@ -44,6 +44,8 @@ static void counted_free(void *block) {
 static struct {
     int (*count)(const char *function);
     int (*live_modules)(void);
+    int (*live_events)(void);
+    void *(*timed_stream)(void);
     int (*live_contexts)(void);
     int (*pushed)(void);
     void *(*own_context)(int device);
@@ -75,6 +77,8 @@ static int open_fakes(void **state) {
     if (!cuda || !nvrtc) fail_msg("%s", dlerror());
     find(cuda, "fake_cuda_count", &fake.count);
     find(cuda, "fake_cuda_live_modules", &fake.live_modules);
+    find(cuda, "fake_cuda_live_events", &fake.live_events);
+    find(cuda, "fake_cuda_timed_stream", &fake.timed_stream);
     find(cuda, "fake_cuda_live_contexts", &fake.live_contexts);
     find(cuda, "fake_cuda_pushed", &fake.pushed);
     find(cuda, "fake_cuda_own_context", &fake.own_context);
@@ -105,7 +109,8 @@ static int modules_before, contexts_before, programs_before, blocks_before;
 static int set_up(void **state) {
     static const char *const variables[] = {
         "NJ_FAKE_FAIL",      "NJ_FAKE_DEVICES",    "NJ_FAKE_VERSION",     "NJ_FAKE_CC",
-        "NJ_FAKE_CAPTURING", "NJ_FAKE_NVRTC_FAIL", "NJ_FAKE_NVRTC_ARCHS", "NJ_FAKE_NVRTC_LOG"};
+        "NJ_FAKE_CAPTURING", "NJ_FAKE_NVRTC_FAIL", "NJ_FAKE_NVRTC_ARCHS", "NJ_FAKE_NVRTC_LOG",
+        "NJ_FAKE_MS"};
     (void)state;
     for (size_t i = 0; i < COUNT_OF(variables); i++)
         unsetenv(variables[i]);
@@ -124,6 +129,7 @@ static int set_up(void **state) {
 /* Nothing is left behind: no module, context, program, block, and no context on the stack. */
 static void assert_all_released(void) {
     assert_int_equal(fake.live_modules(), modules_before);
+    assert_int_equal(fake.live_events(), 0);
     assert_int_equal(fake.live_contexts(), contexts_before);
     assert_int_equal(fake.pushed(), 0);
     assert_int_equal(fake.nvrtc_live_programs(), programs_before);
@@ -1203,6 +1209,623 @@ static void everything_is_released_whichever_allocation_fails(void **state) {
     remove_folder(folder);
 }
 
+/* ---- measured selection ---------------------------------------------------------------------- */
+
+#define SCRATCH memory(40)
+#define TUNE_STREAM memory(31)
+
+static nj_preference measuring(void) {
+    nj_preference pref;
+    memset(&pref, 0, sizeof pref);
+    pref.tune = NJ_TUNE_MEASURE;
+    pref.tune_scratch = SCRATCH;
+    pref.tune_scratch_bytes = MEMORY_BYTES;
+    pref.tune_stream = TUNE_STREAM;
+    return pref;
+}
+
+/* The same where the answer must be known: there is no memory to find it with. */
+static nj_preference recalling(void) {
+    nj_preference pref = measuring();
+    pref.tune_scratch = NULL;
+    pref.tune_scratch_bytes = 0;
+    return pref;
+}
+
+static nj_plan *plan_with(nj_ctx *ctx, nj_desc desc, nj_preference pref) {
+    nj_plan *plan;
+    if (nj_plan_select(&plan, ctx, &desc, &pref) != NJ_OK) fail_msg("%s", nj_last_error());
+    assert_int_equal(fake.pushed(), 0);
+    return plan;
+}
+
+static int candidates_of(nj_ctx *ctx, nj_desc desc, nji_choice choice[NJI_TUNE_CANDIDATES]) {
+    nj_preference pref;
+    int64_t rows, cols;
+    memset(&pref, 0, sizeof pref);
+    assert_int_equal(nji_check_desc(&desc, &rows, &cols, "test"), NJ_OK);
+    return nji_alternatives(&desc, rows, cols, &ctx->cuda.facts, &pref, choice,
+                            NJI_TUNE_CANDIDATES);
+}
+
+static int candidate_of(const nj_plan *plan) {
+    nj_sku sku;
+    assert_int_equal(nj_plan_sku(plan, NULL, &sku), NJ_OK);
+    return sku.candidate;
+}
+
+static uint64_t tunes_of(nj_ctx *ctx) {
+    nj_cache_stats stats;
+    assert_int_equal(nj_ctx_cache_stats(ctx, &stats), NJ_OK);
+    return stats.tunes;
+}
+
+/* Events say that the winner takes half the time of the others. */
+static void let_win(int winner, int count) {
+    char times[64] = "";
+    int i;
+    for (i = 0; i < count; i++) strcat(strcat(times, i ? "," : ""), i == winner ? "5" : "10");
+    set("NJ_FAKE_MS", times);
+}
+
+static void fastest_geometry_is_the_plans(void **state) {
+    nji_choice choice[NJI_TUNE_CANDIDATES];
+    nj_desc desc = backward_desc();
+    int winner, count = 2;
+    (void)state;
+    for (winner = 0; winner < count; winner++) {
+        nj_ctx *ctx = cuda_ctx();
+        nj_plan *plan;
+        unsigned shape[12];
+        int compiles;
+        count = candidates_of(ctx, desc, choice);
+        assert_in_range(count, 2, NJI_TUNE_CANDIDATES);
+        let_win(winner, count);
+        compiles = fake.nvrtc_compiles();
+        plan = plan_with(ctx, desc, measuring());
+        assert_int_equal(candidate_of(plan), winner);
+        assert_int_equal(nj_plan_workspace_size(plan), nji_workspace_of(&choice[winner]));
+        assert_int_equal(fake.nvrtc_compiles() - compiles, count + 1); /* the strided kernels */
+        assert_int_equal(tunes_of(ctx), 1);
+        fake.reset();
+        assert_runs(plan, &desc);
+        assert_true(fake.launch_shape(launches() - 1, shape));
+        assert_int_equal(shape[0], choice[winner].parts * choice[winner].slices);
+        assert_int_equal(shape[3], choice[winner].threads);
+        nj_plan_destroy(plan);
+        nj_ctx_destroy(ctx);
+    }
+}
+
+static void tables_geometry_stays_unless_another_is_clearly_faster(void **state) {
+    static const struct {
+        float ms[4];
+        int winner;
+    } cases[] = {{{10, 10, 10, 10}, 0}, {{10, 9.81f, 10, 10}, 0}, {{10, 9.79f, 10, 10}, 1},
+                 {{10, 12, 9, 9}, 2},   {{10, 9, 8, 7}, 3},       {{9, 10, 10, 10}, 0}};
+    size_t i;
+    (void)state;
+    for (i = 0; i < COUNT_OF(cases); i++)
+        assert_int_equal(nji_tune_winner(cases[i].ms, 4), cases[i].winner);
+}
+
+static void least_time_counts_and_the_first_round_does_not(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nj_desc desc = backward_desc();
+    nji_choice choice[NJI_TUNE_CANDIDATES];
+    int count = candidates_of(ctx, desc, choice), round, i;
+    char times[256] = "";
+    nj_plan *plan;
+    (void)state;
+    assert_true(count >= 3);
+    for (round = 0; round <= NJI_TUNE_ROUNDS; round++) {
+        for (i = 0; i < count; i++) {
+            const char *ms = round == 0 && i == 1 ? "1," : round == 3 && i == 2 ? "6," : "10,";
+            strcat(times, round == NJI_TUNE_ROUNDS && i == count - 1 ? "10" : ms);
+        }
+    }
+    set("NJ_FAKE_MS", times);
+    plan = plan_with(ctx, desc, measuring());
+    assert_int_equal(candidate_of(plan), 2);
+    nj_plan_destroy(plan);
+    nj_ctx_destroy(ctx);
+}
+
+/* Every operand that a launch was given. */
+static void assert_within_scratch(const nji_problem *problem, const nj_desc *desc, size_t bytes) {
+    const nji_operand *operand = &problem->x;
+    uintptr_t begin = (uintptr_t)SCRATCH, end = begin + bytes;
+    int i, d, seen = 0;
+    for (i = 0; i < 10; i++, operand++) {
+        int64_t size = (int64_t)nj_dtype_size(desc->dtype), reach = 0;
+        if (!operand->data) continue;
+        if (operand == &problem->mean || operand == &problem->rstd)
+            size = (int64_t)nj_dtype_size(NJ_F32);
+        for (d = 0; d < problem->row_dims + problem->col_dims; d++)
+            reach += operand->stride[d] * (problem->extent[d] - 1);
+        assert_in_range((uintptr_t)operand->data, begin, end);
+        assert_in_range((uintptr_t)operand->data + (uintptr_t)((reach + 1) * size), begin, end);
+        seen++;
+    }
+    assert_in_range(seen, 4, 10);
+    if (problem->partial) assert_in_range((uintptr_t)problem->partial, begin, end);
+    if (problem->sums) assert_in_range((uintptr_t)problem->sums, begin, end);
+}
+
+/* Operands and workspace of one launch may not share a byte: it would be measured faster than it is. */
+static void assert_apart(const nji_problem *problem, const nj_desc *desc) {
+    const nji_operand *a = &problem->x, *b;
+    int64_t rows = problem->rows, cols = problem->cols;
+    const char *workspace_end =
+        (char *)problem->partial + problem->parts * 2 * cols * (int64_t)sizeof(float);
+    for (; a < &problem->x + 10; a++) {
+        int is_stat = a == &problem->mean || a == &problem->rstd;
+        int is_full = a == &problem->x || a == &problem->dy || a == &problem->y || a == &problem->dx;
+        size_t bytes = is_stat ? (size_t)rows * 4
+                               : (size_t)(is_full ? rows * cols : cols) * nj_dtype_size(desc->dtype);
+        if (!a->data) continue;
+        assert_true(!problem->partial || (char *)a->data >= workspace_end);
+        for (b = &problem->x; b < &problem->x + 10; b++) {
+            if (b == a || !b->data || b->data < a->data) continue;
+            assert_true((char *)b->data >= (char *)a->data + bytes);
+        }
+    }
+}
+
+static void measuring_launches_on_the_given_stream_and_within_the_scratch(void **state) {
+    static const int64_t lengths[] = {64, 768, 4096, 20000};
+    static const int64_t heights[] = {5, 1000, 40000};
+    nj_ctx *ctx = cuda_ctx();
+    size_t c, r;
+    int measured = 0, which;
+    (void)state;
+    for (c = 0; c < COUNT_OF(lengths); c++) {
+        for (r = 0; r < COUNT_OF(heights); r++) {
+            nj_desc desc = desc_of(NJ_OP_LAYER_NORM_BACKWARD, heights[r], lengths[c]);
+            size_t size[2];
+            for (which = 0; which < 2; which++) {
+                nj_preference pref = measuring();
+                nj_plan *plan;
+                int back;
+                assert_int_equal(nj_tune_scratch_size(ctx, &desc, NULL, &size[0], &size[1]), NJ_OK);
+                assert_true(size[0] <= size[1]);
+                if (size[0] == 0) continue;
+                /* as many rows as differ make it measure anew */
+                desc.shape[0] -= which;
+                pref.tune_scratch_bytes = size[which];
+                fake.reset();
+                plan = plan_with(ctx, desc, pref);
+                assert_in_range(launches(), 2 * 6 * NJI_TUNE_LAUNCHES, 3 * 4 * 6 * NJI_TUNE_LAUNCHES);
+                for (back = 0; back < 500 && back < launches(); back++) {
+                    const nji_problem *problem = (const nji_problem *)fake.launch_problem(back);
+                    assert_ptr_equal(fake.launch_stream(back), TUNE_STREAM);
+                    assert_null(strstr(fake.launch_name(back), "strided"));
+                    assert_in_range(problem->rows, 1, desc.shape[0]);
+                    assert_within_scratch(problem, &desc, size[which]);
+                    assert_apart(problem, &desc);
+                }
+                assert_ptr_equal(fake.timed_stream(), TUNE_STREAM);
+                nj_plan_destroy(plan);
+                measured++;
+            }
+        }
+    }
+    assert_in_range(measured, 8, 24);
+    assert_int_equal(tunes_of(ctx), measured);
+    nj_ctx_destroy(ctx);
+}
+
+static void winner_is_remembered_in_the_ctx(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nj_desc desc = backward_desc(), other = desc;
+    nji_choice choice[NJI_TUNE_CANDIDATES];
+    nj_preference none = recalling();
+    nj_plan *first, *second, *refused;
+    (void)state;
+    let_win(1, candidates_of(ctx, desc, choice));
+    first = plan_with(ctx, desc, measuring());
+    fake.reset();
+    second = plan_with(ctx, desc, none);
+    assert_int_equal(candidate_of(first), 1);
+    assert_int_equal(candidate_of(second), 1);
+    assert_int_equal(launches(), 0);
+    assert_int_equal(tunes_of(ctx), 1);
+    nj_plan_destroy(second);
+    second = plan_of(ctx, desc); /* who does not ask gets the table's */
+    assert_int_equal(candidate_of(second), 0);
+    other.shape[0]++; /* another problem, another answer */
+    assert_int_equal(nj_plan_select(&refused, ctx, &other, &none), NJ_WORKSPACE_TOO_SMALL);
+    assert_null(refused);
+    nj_plan_destroy(first);
+    nj_plan_destroy(second);
+    nj_ctx_destroy(ctx);
+}
+
+static void winner_is_remembered_on_disk(void **state) {
+    char folder[] = "/tmp/normjit_test_XXXXXX";
+    nj_ctx_desc ctx_desc = cuda_desc();
+    nj_desc desc = backward_desc();
+    nji_choice choice[NJI_TUNE_CANDIDATES];
+    nj_preference none = recalling();
+    nj_plan *plan;
+    nj_ctx *ctx;
+    int i;
+    (void)state;
+    assert_non_null(mkdtemp(folder));
+    ctx_desc.cache_dir = folder;
+    ctx = ctx_of(&ctx_desc);
+    let_win(1, candidates_of(ctx, desc, choice));
+    nj_plan_destroy(plan_with(ctx, desc, measuring()));
+    nj_ctx_destroy(ctx);
+    fake.reset();
+    ctx = ctx_of(&ctx_desc);
+    plan = plan_with(ctx, desc, none);
+    assert_int_equal(candidate_of(plan), 1);
+    assert_int_equal(launches(), 0);
+    assert_int_equal(tunes_of(ctx), 0);
+    assert_int_equal(ctx->cuda.jit.stats.compiles, 0);
+    assert_int_equal(fake.live_modules(), modules_before + 2); /* the losers were not even loaded */
+    assert_int_equal(ctx->cuda.jit.stats.disk_hits, 3);        /* two programs and the record */
+    nj_plan_destroy(plan);
+    plan = plan_with(ctx, desc, none); /* the ctx knows it by now */
+    assert_int_equal(candidate_of(plan), 1);
+    assert_int_equal(ctx->cuda.jit.stats.disk_hits, 3);
+    nj_plan_destroy(plan);
+    nj_ctx_destroy(ctx);
+    for (i = 0; i < 2; i++) { /* an answer is for its architecture and for devices of its name */
+        if (i == 0) set("NJ_FAKE_CC", "80");
+        else set("NJ_FAKE_DEVICES", "2");
+        ctx_desc.device = i;
+        ctx = ctx_of(&ctx_desc);
+        assert_int_equal(nj_plan_select(&plan, ctx, &desc, &none), NJ_WORKSPACE_TOO_SMALL);
+        nj_ctx_destroy(ctx);
+        unsetenv("NJ_FAKE_CC");
+    }
+    remove_folder(folder);
+}
+
+static char record_path[512];
+
+static int find_record(const char *path, const struct stat *info, int type, struct FTW *at) {
+    (void)at;
+    if (type == FTW_F && info->st_size == sizeof(nji_jit_entry) + sizeof(nji_tune_record))
+        snprintf(record_path, sizeof record_path, "%s", path);
+    return 0;
+}
+
+/* Selects in a new ctx; 1 when it measured, whether or not another ctx had. */
+static int measures(const nj_ctx_desc *ctx_desc, nj_desc desc, int expected) {
+    nj_ctx *ctx = ctx_of(ctx_desc);
+    nj_plan *plan = plan_with(ctx, desc, measuring());
+    int tunes = (int)tunes_of(ctx);
+    assert_int_equal(candidate_of(plan), expected);
+    nj_plan_destroy(plan);
+    nj_ctx_destroy(ctx);
+    return tunes;
+}
+
+static void damaged_record_is_measured_again(void **state) {
+    char folder[] = "/tmp/normjit_test_XXXXXX";
+    unsigned char sound[sizeof(nji_jit_entry) + sizeof(nji_tune_record)];
+    nji_choice choice[NJI_TUNE_CANDIDATES];
+    nj_ctx_desc ctx_desc = cuda_desc();
+    nj_desc desc = backward_desc();
+    nj_ctx *ctx;
+    size_t i;
+    FILE *file;
+    (void)state;
+    assert_non_null(mkdtemp(folder));
+    ctx_desc.cache_dir = folder;
+    ctx = ctx_of(&ctx_desc);
+    let_win(1, candidates_of(ctx, desc, choice));
+    nj_ctx_destroy(ctx);
+    assert_int_equal(measures(&ctx_desc, desc, 1), 1);
+    assert_int_equal(measures(&ctx_desc, desc, 1), 0);
+    record_path[0] = 0;
+    assert_int_equal(nftw(folder, find_record, 16, FTW_PHYS), 0);
+    file = fopen(record_path, "rb");
+    assert_non_null(file);
+    assert_int_equal(fread(sound, sizeof sound, 1, file), 1);
+    fclose(file);
+    for (i = 0; i < sizeof sound; i += 5) {
+        unsigned char bad[sizeof sound];
+        memcpy(bad, sound, sizeof bad);
+        bad[i] ^= 1;
+        file = fopen(record_path, "wb");
+        assert_int_equal(fwrite(bad, sizeof bad, 1, file), 1);
+        fclose(file);
+        assert_int_equal(measures(&ctx_desc, desc, 1), 1);
+        assert_int_equal(measures(&ctx_desc, desc, 1), 0); /* it was written anew */
+    }
+    remove_folder(folder);
+}
+
+/* A record may be whole and still make no sense: one of another list, or past the list's end. */
+static void record_of_no_candidate_is_measured_again(void **state) {
+    char folder[] = "/tmp/normjit_test_XXXXXX";
+    nji_tune_record wrong[3];
+    nji_choice choice[NJI_TUNE_CANDIDATES];
+    nj_ctx_desc ctx_desc = cuda_desc();
+    nj_desc desc = backward_desc();
+    size_t i;
+    (void)state;
+    assert_non_null(mkdtemp(folder));
+    ctx_desc.cache_dir = folder;
+    for (i = 0; i < COUNT_OF(wrong); i++) {
+        nj_ctx *ctx = ctx_of(&ctx_desc);
+        nji_cuda *cuda = &ctx->cuda;
+        nj_preference pref = measuring();
+        uint32_t count = (uint32_t)candidates_of(ctx, desc, choice);
+        nji_jit_digest digest;
+        nji_cuda_plan plan;
+        nji_trial trial;
+        nj_desc full = desc;
+        int64_t rows, cols;
+        assert_int_equal(nji_check_desc(&full, &rows, &cols, "test"), NJ_OK);
+        assert_int_equal(nji_cuda_choose(cuda, &full, rows, cols, &pref, &plan, "test"), NJ_OK);
+        nji_trial_make(&trial, cuda, &plan, rows, cols, &pref);
+        digest = nji_tune_digest(cuda, &plan, &trial, rows);
+        wrong[i].candidate = i == 0 ? count : i == 1 ? UINT32_MAX : 0;
+        wrong[i].count = i == 2 ? count + 1 : count;
+        nji_jit_remember(&cuda->jit, &digest, &wrong[i], sizeof wrong[i], "a wrong record");
+        nj_ctx_destroy(ctx);
+        let_win(1, (int)count);
+        assert_int_equal(measures(&ctx_desc, desc, 1), 1);
+        assert_int_equal(measures(&ctx_desc, desc, 1), 0);
+    }
+    remove_folder(folder);
+}
+
+static void assert_measuring_fails(nj_ctx *ctx, nj_desc desc, const nj_preference *pref,
+                                   nj_status status, const char *text) {
+    nj_plan *plan = (nj_plan *)&plan;
+    assert_failed_by(nj_plan_select(&plan, ctx, &desc, pref), status, 0, text);
+    assert_null(plan);
+    assert_int_equal(fake.pushed(), 0);
+    assert_int_equal(launches(), 0);
+    assert_int_equal(fake.nvrtc_compiles(), 0);
+    assert_int_equal(fake.live_events(), 0);
+}
+
+static void scratch_that_will_not_do_is_refused_before_anything_is_compiled(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nj_desc desc = backward_desc();
+    nj_preference pref = measuring();
+    nj_error_info info;
+    size_t least, enough;
+    char text[256];
+    (void)state;
+    assert_int_equal(nj_tune_scratch_size(ctx, &desc, NULL, &least, &enough), NJ_OK);
+    assert_in_range(least, 1, enough);
+    pref.tune_scratch_bytes = least - 1;
+    snprintf(text, sizeof text,
+             "nj_plan_select: pref.tune_scratch_bytes = %zu: measuring needs %zu bytes", least - 1,
+             least);
+    assert_measuring_fails(ctx, desc, &pref, NJ_WORKSPACE_TOO_SMALL, text);
+    nj_last_error_info(&info);
+    assert_int_equal(info.needed, least);
+    assert_int_equal(info.got, least - 1);
+    pref.tune_scratch_bytes = least;
+    pref.tune_scratch = NULL;
+    snprintf(text, sizeof text, "nj_plan_select: pref.tune_scratch = NULL: measuring needs %zu bytes",
+             least);
+    assert_measuring_fails(ctx, desc, &pref, NJ_INVALID_ARGUMENT, text);
+    pref.tune_scratch = (char *)SCRATCH + 128;
+    snprintf(text, sizeof text,
+             "nj_plan_select: pref.tune_scratch = %p: must be a multiple of 256 bytes",
+             pref.tune_scratch);
+    assert_measuring_fails(ctx, desc, &pref, NJ_MISALIGNED_OPERAND, text);
+    pref = measuring();
+    pref.tune = (nj_tune)2;
+    assert_measuring_fails(ctx, desc, &pref, NJ_INVALID_ARGUMENT,
+                           "nj_plan_select: pref.tune = 2: must be one of NJ_TUNE_*");
+    pref = measuring();
+    pref.tune_scratch_bytes = least; /* is enough */
+    nj_plan_destroy(plan_with(ctx, desc, pref));
+    nj_ctx_destroy(ctx);
+}
+
+static void measuring_is_refused_during_capture(void **state) {
+    static const char refusal[] =
+        "nj_plan_select: a stream is being captured: select plans before the capture begins";
+    static const char *const calls[] = {"cuStreamIsCapturing=906@1", "cuStreamIsCapturing=900@2",
+                                        "cuEventRecord=900", "cuEventSynchronize=906"};
+    nj_ctx *ctx = cuda_ctx();
+    nj_preference pref = measuring();
+    size_t i;
+    (void)state;
+    set("NJ_FAKE_CAPTURING", "1");
+    assert_measuring_fails(ctx, backward_desc(), &pref, NJ_UNSUPPORTED, refusal);
+    set("NJ_FAKE_CAPTURING", "0");
+    for (i = 0; i < COUNT_OF(calls); i++) {
+        nj_desc desc = backward_desc();
+        nj_plan *plan;
+        fake.reset();
+        set("NJ_FAKE_FAIL", calls[i]);
+        assert_failed_by(nj_plan_select(&plan, ctx, &desc, &pref), NJ_UNSUPPORTED, 0, refusal);
+        assert_null(plan);
+        assert_int_equal(fake.live_events(), 0);
+    }
+    assert_int_equal(tunes_of(ctx), 0);
+    nj_ctx_destroy(ctx);
+}
+
+static void driver_without_events_is_unsupported(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nj_desc desc = backward_desc();
+    nj_preference pref = measuring();
+    nj_plan *plan;
+    (void)state;
+    ctx->cuda.driver.cuEventElapsedTime = NULL;
+    assert_failed_by(nj_plan_select(&plan, ctx, &desc, &pref), NJ_UNSUPPORTED, 0,
+                     "nj_plan_select: pref.tune = NJ_TUNE_MEASURE: this driver has no events");
+    assert_null(plan);
+    nj_plan_destroy(plan_of(ctx, desc));
+    nj_ctx_destroy(ctx);
+}
+
+static void nothing_is_measured_where_there_is_no_choice(void **state) {
+    nj_desc desc[5] = {backward_desc(), backward_desc(), backward_desc(), backward_desc(),
+                       backward_desc()};
+    int i;
+    (void)state;
+    desc[0].shape[0] = 0;
+    desc[1].shape[1] = 0;
+    /* 2: the host; 3: the embedded PTX */
+    desc[4].shape[1] = (int64_t)1 << 29; /* more columns than the fast kernels take */
+    desc[4].shape[0] = 1;
+    for (i = 0; i < 5; i++) {
+        nj_ctx_desc ctx_desc = cuda_desc();
+        nj_preference pref = recalling();
+        nj_precision precision;
+        size_t least = 1, enough = 1;
+        nj_plan *plan;
+        nj_ctx *ctx;
+        if (i == 2) pref.prefer_backend = NJ_BACKEND_HOST;
+        if (i == 3) ctx_desc.flags = NJ_CTX_FALLBACK_PTX;
+        ctx = ctx_of(&ctx_desc);
+        assert_int_equal(nj_tune_scratch_size(ctx, &desc[i], &pref, &least, &enough), NJ_OK);
+        assert_int_equal(least, 0);
+        assert_int_equal(enough, 0);
+        plan = plan_with(ctx, desc[i], pref);
+        assert_int_equal(candidate_of(plan), 0);
+        assert_int_equal(nj_plan_precision(plan, &precision), NJ_OK);
+        assert_int_equal(precision.bit_stable_on_same_hardware, 1);
+        assert_int_equal(launches(), 0);
+        assert_int_equal(tunes_of(ctx), 0);
+        nj_plan_destroy(plan);
+        nj_ctx_destroy(ctx);
+    }
+}
+
+static void scratch_sizes_are_asked_for_with_a_sound_descriptor(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nj_desc desc = backward_desc();
+    size_t least = 1, enough = 1;
+    (void)state;
+    assert_failed_by(nj_tune_scratch_size(NULL, &desc, NULL, &least, &enough), NJ_INVALID_ARGUMENT,
+                     0, "nj_tune_scratch_size: ctx = NULL: a ctx is required");
+    assert_int_equal(least, 0);
+    assert_int_equal(enough, 0);
+    assert_failed_by(nj_tune_scratch_size(ctx, NULL, NULL, &least, &enough), NJ_INVALID_ARGUMENT, 0,
+                     "nj_tune_scratch_size: desc = NULL: a descriptor is required");
+    assert_failed_by(nj_tune_scratch_size(ctx, &desc, NULL, NULL, &enough), NJ_INVALID_ARGUMENT, 0,
+                     "nj_tune_scratch_size: least = NULL: nowhere to put it");
+    assert_failed_by(nj_tune_scratch_size(ctx, &desc, NULL, &least, NULL), NJ_INVALID_ARGUMENT, 0,
+                     "nj_tune_scratch_size: enough = NULL: nowhere to put it");
+    desc.rank = 0;
+    assert_failed_by(nj_tune_scratch_size(ctx, &desc, NULL, &least, &enough), NJ_INVALID_ARGUMENT,
+                     0, "nj_tune_scratch_size: desc.rank = 0: a rank is 1 to 8");
+    nj_ctx_destroy(ctx);
+}
+
+/* Only the order in which rows are added up is the winner's. */
+static void measured_plan_says_which_bits_it_can_promise(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nj_desc desc = backward_desc();
+    nj_preference pref = measuring();
+    uint32_t grads;
+    (void)state;
+    pref.deterministic = pref.batch_invariant = 1;
+    for (grads = 1; grads <= ALL_GRADS; grads++) {
+        nj_precision precision;
+        nj_plan *plan;
+        desc.grads = grads;
+        plan = plan_with(ctx, desc, pref);
+        assert_int_equal(nj_plan_precision(plan, &precision), NJ_OK);
+        assert_int_equal(precision.deterministic, 1);
+        assert_int_equal(precision.batch_invariant, 1);
+        assert_int_equal(precision.bit_stable_on_same_hardware, grads == NJ_GRAD_DX);
+        nj_plan_destroy(plan);
+    }
+    nj_ctx_destroy(ctx);
+}
+
+static void measuring_releases_everything_whichever_driver_call_fails(void **state) {
+    static const char *const calls[] = {
+        "cuCtxPushCurrent_v2", "cuStreamIsCapturing", "cuModuleLoadDataEx", "cuModuleGetFunction",
+        "cuLaunchKernelEx",    "cuEventCreate",       "cuEventRecord",      "cuEventSynchronize",
+        "cuEventElapsedTime"};
+    nj_desc desc = backward_desc();
+    nj_preference pref = measuring();
+    size_t i;
+    (void)state;
+    for (i = 0; i < COUNT_OF(calls); i++) {
+        nj_ctx *ctx = cuda_ctx();
+        int count, call;
+        fake.reset();
+        nj_plan_destroy(plan_with(ctx, desc, pref));
+        count = fake.count(calls[i]);
+        nj_ctx_destroy(ctx);
+        assert_in_range(count, 1, 10000);
+        for (call = 1; call <= count; call += call < 12 ? 1 : 29) {
+            char fault[96];
+            nj_plan *plan = (nj_plan *)&plan;
+            ctx = cuda_ctx();
+            fake.reset();
+            snprintf(fault, sizeof fault, "%s=999@%d", calls[i], call);
+            set("NJ_FAKE_FAIL", fault);
+            if (nj_plan_select(&plan, ctx, &desc, &pref) != NJ_DRIVER)
+                fail_msg("%s: %s", fault, nj_last_error());
+            assert_null(plan);
+            assert_int_equal(fake.live_events(), 0);
+            assert_int_equal(fake.pushed(), 0);
+            set("NJ_FAKE_FAIL", "");
+            plan = plan_with(ctx, desc, pref); /* the ctx is as good as before */
+            nj_plan_destroy(plan);
+            nj_ctx_destroy(ctx);
+            assert_all_released();
+        }
+    }
+}
+
+static void measuring_releases_everything_whichever_allocation_fails(void **state) {
+    char folder[] = "/tmp/normjit_test_XXXXXX";
+    nj_ctx_desc ctx_desc = cuda_desc();
+    nj_desc desc = backward_desc();
+    nj_preference pref = measuring();
+    int nth, left = 0;
+    (void)state;
+    assert_non_null(mkdtemp(folder));
+    ctx_desc.cache_dir = folder;
+    for (nth = 1; left == 0; nth++) {
+        nj_ctx *ctx = ctx_of(&ctx_desc);
+        nj_plan *plan;
+        nj_status status;
+        fail_at = nth;
+        status = nj_plan_select(&plan, ctx, &desc, &pref);
+        left = fail_at;
+        fail_at = 0;
+        if (status != NJ_OK) assert_int_equal(status, NJ_OUT_OF_MEMORY);
+        nj_plan_destroy(plan);
+        nj_ctx_destroy(ctx);
+        assert_all_released();
+        remove_folder(folder);
+    }
+    assert_true(nth > 10);
+}
+
+/* A driver too old for this NVRTC's kernels: the embedded PTX, as without measuring. */
+static void refused_candidates_leave_the_embedded_ptx(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nj_desc desc = backward_desc();
+    char before[4096];
+    nj_plan *plan;
+    nj_sku sku;
+    (void)state;
+    snprintf(before, sizeof before, "%s", nj_last_error());
+    fake.reset();
+    set("NJ_FAKE_FAIL", "cuModuleLoadDataEx=222@1,cuModuleLoadDataEx=222@2");
+    plan = plan_with(ctx, desc, measuring());
+    assert_int_equal(nj_plan_sku(plan, NULL, &sku), NJ_OK);
+    assert_int_equal(sku.source, NJ_SOURCE_FALLBACK_PTX);
+    assert_int_equal(sku.candidate, 0);
+    assert_string_equal(nj_last_error(), before); /* what is no failure leaves it alone */
+    assert_int_equal(tunes_of(ctx), 0);
+    nj_plan_destroy(plan);
+    nj_ctx_destroy(ctx);
+}
+
 /* ---- threads -------------------------------------------------------------------------------- */
 
 typedef struct worker {
@@ -1259,6 +1882,38 @@ static void threads_share_a_ctx_and_a_plan(void **state) {
     nj_ctx_destroy(ctx);
 }
 
+static void *measure_too(void *arg) {
+    worker *w = (worker *)arg;
+    nj_desc desc = backward_desc();
+    nj_preference pref = measuring();
+    nj_plan *plan;
+    if (nj_plan_select(&plan, w->ctx, &desc, &pref) != NJ_OK) w->complaint = "select failed";
+    else if (plan->cuda.candidate != 1) w->complaint = "another won";
+    nj_plan_destroy(plan);
+    return NULL;
+}
+
+static void threads_measure_one_descriptor_once(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nji_choice choice[NJI_TUNE_CANDIDATES];
+    pthread_t thread[4];
+    worker workers[4];
+    int i;
+    (void)state;
+    let_win(1, candidates_of(ctx, backward_desc(), choice));
+    for (i = 0; i < 4; i++) {
+        workers[i].ctx = ctx;
+        workers[i].complaint = NULL;
+        assert_int_equal(pthread_create(&thread[i], NULL, measure_too, &workers[i]), 0);
+    }
+    for (i = 0; i < 4; i++) {
+        assert_int_equal(pthread_join(thread[i], NULL), 0);
+        if (workers[i].complaint) fail_msg("%s", workers[i].complaint);
+    }
+    assert_int_equal(tunes_of(ctx), 1);
+    nj_ctx_destroy(ctx);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
 
 int main(void) {
@@ -1301,7 +1956,25 @@ int main(void) {
         TEST(pointers_are_not_asked_about_otherwise),
         TEST(everything_is_released_whichever_driver_call_fails),
         TEST(everything_is_released_whichever_allocation_fails),
+        TEST(fastest_geometry_is_the_plans),
+        TEST(tables_geometry_stays_unless_another_is_clearly_faster),
+        TEST(least_time_counts_and_the_first_round_does_not),
+        TEST(measuring_launches_on_the_given_stream_and_within_the_scratch),
+        TEST(winner_is_remembered_in_the_ctx),
+        TEST(winner_is_remembered_on_disk),
+        TEST(damaged_record_is_measured_again),
+        TEST(record_of_no_candidate_is_measured_again),
+        TEST(scratch_that_will_not_do_is_refused_before_anything_is_compiled),
+        TEST(measuring_is_refused_during_capture),
+        TEST(driver_without_events_is_unsupported),
+        TEST(nothing_is_measured_where_there_is_no_choice),
+        TEST(scratch_sizes_are_asked_for_with_a_sound_descriptor),
+        TEST(measured_plan_says_which_bits_it_can_promise),
+        TEST(measuring_releases_everything_whichever_driver_call_fails),
+        TEST(measuring_releases_everything_whichever_allocation_fails),
+        TEST(refused_candidates_leave_the_embedded_ptx),
         TEST(threads_share_a_ctx_and_a_plan),
+        TEST(threads_measure_one_descriptor_once),
     };
     return cmocka_run_group_tests_name("CUDA path", tests, open_fakes, NULL);
 }

@@ -1388,6 +1388,53 @@ static void temporary_of_the_same_name_is_not_written_to(void **state) {
     nji_jit_close(&jit);
 }
 
+/* ---- the disk cache: records of a few bytes -------------------------------------------------- */
+
+static void record_comes_back_to_who_asks_for_it_and_its_size(void **state) {
+    nji_jit first, second;
+    nji_jit_digest digest = nji_jit_digest_of("a record"), other = digest;
+    uint32_t kept[2] = {3, 4}, got[3] = {0, 0, 0};
+    (void)state;
+    nji_jit_digest_add(&other, "of another");
+    open_jit(&first, "cache", NULL);
+    assert_false(nji_jit_recall(&first, &digest, got, sizeof kept));
+    nji_jit_remember(&first, &digest, kept, sizeof kept, "a record");
+    assert_stats(&first, 0, 1, 1, 0, 0);
+    nji_jit_close(&first);
+    open_jit(&second, "cache", NULL);
+    assert_true(nji_jit_recall(&second, &digest, got, sizeof kept));
+    assert_memory_equal(got, kept, sizeof kept);
+    got[0] = 0;
+    assert_false(nji_jit_recall(&second, &digest, got, sizeof got));
+    assert_false(nji_jit_recall(&second, &digest, got, sizeof got[0]));
+    assert_false(nji_jit_recall(&second, &other, got, sizeof kept));
+    assert_int_equal(got[0], 0);
+    nji_jit_close(&second);
+}
+
+static void record_is_kept_nowhere_without_a_cache(void **state) {
+    static heard log;
+    nji_jit jit;
+    nji_jit_digest digest = nji_jit_digest_of("a record");
+    uint32_t kept = 5, got = 0;
+    char wanted[512];
+    (void)state;
+    open_jit(&jit, NULL, NULL);
+    nji_jit_remember(&jit, &digest, &kept, sizeof kept, "a record");
+    assert_false(nji_jit_recall(&jit, &digest, &got, sizeof got));
+    assert_stats(&jit, 0, 0, 0, 0, 0);
+    nji_jit_close(&jit);
+    write_file(in_scratch("file"), "x", 1);
+    open_jit(&jit, "file/cache", &log);
+    nji_jit_remember(&jit, &digest, &kept, sizeof kept, "a record");
+    assert_false(nji_jit_recall(&jit, &digest, &got, sizeof got));
+    assert_stats(&jit, 0, 1, 0, 1, 0);
+    snprintf(wanted, sizeof wanted, "a record could not be kept in %s", in_scratch("file/cache"));
+    assert_int_equal(log.lines, 2);
+    assert_string_equal(log.text[1], wanted);
+    nji_jit_close(&jit);
+}
+
 /* ---- the disk cache: many processes --------------------------------------------------------- */
 
 #define PROCESSES 8
@@ -1651,6 +1698,8 @@ int main(int argc, char **argv) {
         TEST(folder_in_an_entrys_place_is_a_miss_and_a_failed_write),
         TEST(key_collision_has_an_entry_of_its_own),
         TEST(folder_that_cannot_be_had_costs_nothing_but_the_cache),
+        TEST(record_comes_back_to_who_asks_for_it_and_its_size),
+        TEST(record_is_kept_nowhere_without_a_cache),
         TEST(folder_without_write_permission_is_still_read),
         TEST(folder_that_was_removed_comes_back),
         TEST(least_recently_used_entries_go_when_the_bound_is_passed),

@@ -528,7 +528,7 @@ static void collapse(nj_desc *desc, const nj_args *args, nji_views *set, nji_pro
     plan.desc = *desc;
     plan.backend = NJ_BACKEND_HOST;
     if (nji_check_args(&plan, args, set, "collapse") != NJ_OK) fail_msg("%s", nj_last_error());
-    nji_bind(&plan, set, problem);
+    nji_bind(&plan.desc, plan.rows, plan.cols, set, problem);
 }
 
 static void collapsed_problem_visits_the_same_rows_columns_and_addresses(void **state) {
@@ -629,9 +629,9 @@ static void packed_operands_bind_to_what_they_collapse_to(void **state) {
         nji_prepare_packed(&plan);
         assert_int_equal(nji_check_args(&plan, &args, &set, "bind"), NJ_OK);
         assert_int_equal(set.packed, plan.packed[NJI_FULL].count > 0);
-        nji_bind(&plan, &set, &at_once);
+        nji_plan_bind(&plan, &set, &at_once);
         set.packed = 0;
-        nji_bind(&plan, &set, &collapsed);
+        nji_plan_bind(&plan, &set, &collapsed);
         /* Nobody reads the strides of an operand that is not there. */
         if (!collapsed.mean.data) memset(at_once.mean.stride, 0, sizeof at_once.mean.stride);
         if (!collapsed.rstd.data) memset(at_once.rstd.stride, 0, sizeof at_once.rstd.stride);

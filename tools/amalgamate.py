@@ -27,7 +27,8 @@ ROOMS = {
     "loader": ["base"],
     "jit": ["loader"],
     "cuda": ["jit", "select"],
-    "plan": ["host", "cuda"],
+    "tune": ["cuda"],
+    "plan": ["host", "tune"],
 }
 
 # Programs given to NVRTC: C name -> files joined in order.

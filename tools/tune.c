@@ -1,6 +1,7 @@
-/* Measures candidate geometries of the rows kernels beside the plan that the tuning table gives and
-   the elementwise kernel that moves the same bytes. For developers: the tuning table in
-   include/normjit/select.h and ptx_src/DIARY.md come from it. `tune --help` says how to call it.
+/* Measures candidate geometries of the rows kernels beside the plan that the tuning table gives, the
+   alternatives that NJ_TUNE_MEASURE knows and the one that it chooses, and the elementwise kernel
+   that moves the same bytes. For developers: the tuning table in include/normjit/select.h and
+   ptx_src/DIARY.md come from it. `tune --help` says how to call it.
 
    Each number is the median of 7 replays of a graph of 24 calls over buffer sets that take turns
    and together exceed 256 MB, or as many sets as calls. */
@@ -143,6 +144,21 @@ static void candidates_find(candidates *all, const problem *p, const nji_device_
             }
         }
     }
+}
+
+/* What NJ_TUNE_MEASURE chooses from; the table's choice first. */
+typedef struct alternatives {
+    nji_choice choice[NJI_TUNE_CANDIDATES];
+    int count;
+} alternatives;
+
+static alternatives alternatives_of(const problem *p, const nji_device_facts *facts) {
+    alternatives a;
+    nj_preference no_demands;
+    memset(&no_demands, 0, sizeof no_demands);
+    a.count = nji_alternatives(&p->desc, p->rows, p->cols, facts, &no_demands, a.choice,
+                               NJI_TUNE_CANDIDATES);
+    return a;
 }
 
 static int by_time(const void *a, const void *b) {
@@ -349,8 +365,9 @@ static void operands_fill_shared(machine *m, const problem *p, operands *o, cons
     }
 }
 
-/* The workspace is large enough for every candidate. */
+/* The workspace is large enough for every candidate and alternative. */
 static void operands_open(machine *m, const problem *p, const candidates *all, operands *o) {
+    alternatives others = alternatives_of(p, &m->ctx->cuda.facts);
     size_t moved = p->bytes * (is_forward(p) ? 2 : 3), workspace;
     void *fill = random_bytes(p->bytes);
     int i;
@@ -365,6 +382,10 @@ static void operands_open(machine *m, const problem *p, const candidates *all, o
     workspace = o->plan->workspace_bytes;
     for (i = 0; i < all->count; i++) {
         size_t needed = (size_t)nji_workspace_of(&all->list[i].choice);
+        if (needed > workspace) workspace = needed;
+    }
+    for (i = 0; i < others.count; i++) {
+        size_t needed = (size_t)nji_workspace_of(&others.choice[i]);
         if (needed > workspace) workspace = needed;
     }
     o->workspace = machine_alloc(m, workspace + 1); /* a forward may need none */
@@ -434,12 +455,50 @@ static double measure(machine *m, const problem *p, const operands *o, call_fn c
     return 1e3 * ms[REPLAYS / 2] / CALLS;
 }
 
-/* Puts the candidate's kernel into the plan in place of the one there. */
+/* Puts the candidate's kernels into the plan in place of those there. */
 static void plan_take(machine *m, const problem *p, nj_plan *plan, const nji_choice *choice) {
     plan->cuda.choice = *choice;
     plan->cuda.fast_second = NULL; /* the table may have chosen two kernels */
-    plan->workspace_bytes = (size_t)nji_workspace_of(choice);
-    require(nji_cuda_select_fast(&m->ctx->cuda, &plan->cuda, p->cols, "tune"));
+    require(nji_cuda_select(&m->ctx->cuda, &plan->cuda, p->cols, "tune"));
+    plan->workspace_bytes = plan->cuda.workspace_bytes;
+}
+
+/* ---- measured selection ---------------------------------------------------------------------- */
+
+/* What NJ_TUNE_MEASURE takes, with as much memory as it can use, beside what it chose from. */
+static void alternatives_print(machine *m, const problem *p, operands *o, double roofline) {
+    alternatives a = alternatives_of(p, &m->ctx->cuda.facts);
+    nj_preference pref;
+    nj_cache_stats before, after;
+    nj_plan *plan;
+    nj_sku sku;
+    size_t least, enough;
+    int i;
+    for (i = 0; i < a.count; i++) {
+        const nji_choice *c = &a.choice[i];
+        double us;
+        plan_take(m, p, o->plan, c);
+        us = measure(m, p, o, call_norm);
+        printf("   alternative %d: %.1f us ratio %.3f: lanes %d chunks %d threads %d slices %d "
+               "blocks %d prefetch %d ahead %d parts %d\n",
+               i, us, roofline / us, c->lanes, c->chunks, c->threads, c->slices, c->blocks,
+               c->prefetch, c->ahead, c->parts);
+    }
+    memset(&pref, 0, sizeof pref);
+    require(nj_tune_scratch_size(m->ctx, &p->desc, NULL, &least, &enough));
+    if (enough == 0) return;
+    pref.tune = NJ_TUNE_MEASURE;
+    pref.tune_scratch = machine_alloc(m, enough);
+    pref.tune_scratch_bytes = enough;
+    pref.tune_stream = m->gpu.stream;
+    require(nj_ctx_cache_stats(m->ctx, &before));
+    require(nj_plan_select(&plan, m->ctx, &p->desc, &pref));
+    require(nj_ctx_cache_stats(m->ctx, &after));
+    require(nj_plan_sku(plan, NULL, &sku));
+    printf("   alternative %d is chosen (%s; scratch %zu to %zu bytes)\n", sku.candidate,
+           after.tunes > before.tunes ? "measured now" : "remembered", least, enough);
+    nj_plan_destroy(plan);
+    gpu_free(&m->gpu, pref.tune_scratch);
 }
 
 /* ---- the command line ------------------------------------------------------------------------ */
@@ -458,6 +517,7 @@ static void tune(machine *m, const problem *p) {
     printf("%lld x %lld %s %s: roofline %.1f table %.1f us ratio %.3f\n", (long long)p->rows,
            (long long)p->cols, is_forward(p) ? "fwd" : "bwd", dtype_name[p->desc.dtype], roofline,
            table, roofline / table);
+    alternatives_print(m, p, &o, roofline);
     for (i = 0; i < all.count; i++) {
         plan_take(m, p, o.plan, &all.list[i].choice);
         all.list[i].us = measure(m, p, &o, call_norm);
@@ -469,8 +529,9 @@ static void tune(machine *m, const problem *p) {
 static void usage(FILE *to) {
     fputs("usage: tune CACHE_DIR fwd|bwd f16|bf16|f32|f64 ROWS COLS [ROWS COLS ...]\n"
           "  CACHE_DIR  kernels are kept there from run to run\n"
-          "Prints for each shape the elementwise kernel, what the tuning table gives, and the\n"
-          "fastest candidates. Needs a GPU; compiles hundreds of kernels.\n",
+          "Prints for each shape the elementwise kernel, what the tuning table gives, what\n"
+          "NJ_TUNE_MEASURE chooses from and takes, and the fastest candidates. Needs a GPU;\n"
+          "compiles hundreds of kernels.\n",
           to);
 }
 

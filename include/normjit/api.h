@@ -106,6 +106,12 @@ typedef struct nj_desc {
     uint32_t accumulate;  /* backward: those of grads that are added to, not overwritten */
 } nj_desc;
 
+/* How the geometry of a kernel is found: how many rows a block works on, how much it reads ahead. */
+typedef enum nj_tune {
+    NJ_TUNE_TABLE = 0, /* in the library's table */
+    NJ_TUNE_MEASURE    /* the few best of the table are timed: see nj_tune_scratch_size */
+} nj_tune;
+
 /* What the choice of a kernel must respect. Zero: no demand. A demand that cannot be met makes
    nj_plan_select return NJ_UNSUPPORTED; none is ignored. */
 typedef struct nj_preference {
@@ -114,6 +120,10 @@ typedef struct nj_preference {
     int32_t batch_invariant;     /* 1: y, dx, mean, rstd of a row do not depend on the other rows */
     int32_t allow_arch_specific; /* 1: may compile for sm_90a and the like */
     nj_backend prefer_backend;   /* AUTO: the ctx's. HOST is open to any ctx */
+    nj_tune tune;
+    void *tune_scratch;          /* MEASURE: device memory, a multiple of 256; overwritten */
+    uint64_t tune_scratch_bytes; /* nj_tune_scratch_size says how many */
+    void *tune_stream; /* MEASURE: a CUstream or cudaStream_t; NULL = the legacy default stream */
 } nj_preference;
 
 /* Operands of one run. A tensor of x's shape has x's rank and extents; a statistic has x's rank
@@ -159,6 +169,7 @@ typedef struct nj_sku {
     int32_t grads, accumulate;
     int32_t threads;      /* per block; 0 on the host */
     int32_t vector_bytes; /* width of one memory access of x */
+    int32_t candidate;    /* 0: the tuning table's geometry; else the other that was measured faster */
     char kernel[48];
 } nj_sku;
 
@@ -166,7 +177,8 @@ typedef struct nj_sku {
 typedef struct nj_precision {
     int32_t math, accumulator;           /* nj_dtype */
     int32_t deterministic;               /* equal inputs, equal bits, run after run */
-    int32_t bit_stable_on_same_hardware; /* also across processes (host: any thread count) */
+    int32_t bit_stable_on_same_hardware; /* also across plans and processes (host: any thread
+                                            count) */
     int32_t batch_invariant; /* a row's y, dx, mean, rstd do not depend on the other rows, nor on
                                 how many there are, as long as its own strides stay the same */
 } nj_precision;
@@ -178,6 +190,7 @@ typedef struct nj_cache_stats {
     uint64_t disk_writes, disk_write_failures;
     uint64_t compiles; /* NVRTC programs compiled */
     uint64_t modules;  /* modules held now */
+    uint64_t tunes;    /* plans whose geometries were measured */
 } nj_cache_stats;
 
 typedef enum nj_log_level { NJ_LOG_INFO = 0, NJ_LOG_WARNING } nj_log_level;
@@ -240,10 +253,34 @@ NJ_API nj_status nj_default_cache_dir(char *buffer, size_t size);
 
 /* Descriptor -> plan; compiles here, or hits a cache. pref NULL = no demands. The ctx's caches are
    locked: any thread may call, one compiles at a time. Not during stream capture in this thread or
-   of the legacy stream: UNSUPPORTED. Errors: INVALID_ARGUMENT, INVALID_PROBLEM, UNSUPPORTED,
-   COMPILE_FAILED, DRIVER, OUT_OF_MEMORY. *out is NULL on failure. */
+   of the legacy stream: UNSUPPORTED. Synchronises with nothing, but for NJ_TUNE_MEASURE. Errors:
+   INVALID_ARGUMENT, INVALID_PROBLEM, UNSUPPORTED, COMPILE_FAILED, DRIVER, OUT_OF_MEMORY; of the
+   scratch memory WORKSPACE_TOO_SMALL and MISALIGNED_OPERAND. *out is NULL on failure. */
 NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
                                 const nj_preference *pref);
+
+/* Bytes of pref.tune_scratch: with less than *least NJ_TUNE_MEASURE fails, more than *enough is not
+   used. Between the two fewer rows are measured than the descriptor has, and from memory that may
+   still lie in the device's cache. Both are 0 where there is nothing to choose from. pref NULL = no
+   other demands; its tune and tune_* are not looked at. Errors: those of nj_plan_select that come
+   before compiling. Both are 0 on failure. Any thread.
+
+   With NJ_TUNE_MEASURE nj_plan_select compiles up to 4 geometries, runs each some 60 times on
+   operands that it makes up within the scratch memory, and takes the fastest: the table's own,
+   unless another is more than 2 % faster. It enqueues on pref.tune_stream and waits for that work;
+   after an error of the driver, wait for the stream before you free the scratch memory. What it
+   found is remembered in the ctx, and on disk when the ctx has a folder: by the number of rows and
+   columns, the types, the device, the geometries, and the versions of NVRTC and of this library.
+   Where that is so, nothing is measured and no scratch is needed. The host, the embedded PTX,
+   shapes with one geometry and those without elements have nothing to measure either.
+
+   Geometries differ in how rows are spread over the device, never in the order of a row's sums: y,
+   dx, mean and rstd have the same bits whichever wins. dgamma and dbeta are summed in the winner's
+   order: every run of one plan gives the same bits (nj_precision.deterministic), yet a plan that
+   was measured elsewhere or anew may differ in the last ones, which
+   nj_precision.bit_stable_on_same_hardware = 0 says. */
+NJ_API nj_status nj_tune_scratch_size(nj_ctx *ctx, const nj_desc *desc, const nj_preference *pref,
+                                      size_t *least, size_t *enough);
 
 /* NULL is a no-op. The caller sees to it that no run of the plan is still executing. */
 NJ_API void nj_plan_destroy(nj_plan *plan);

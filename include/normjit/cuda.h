@@ -9,6 +9,13 @@ typedef struct nji_module {
     int arch_specific;
 } nji_module;
 
+/* The candidate that measuring chose, found again by the digest of what it was chosen from. */
+typedef struct nji_tuned {
+    struct nji_tuned *next;
+    nji_jit_digest digest;
+    int candidate;
+} nji_tuned;
+
 typedef struct nji_cuda {
     nji_driver driver;
     nji_jit jit;
@@ -19,7 +26,8 @@ typedef struct nji_cuda {
     nji_cu_context context;
     int retained; /* the device's primary context is held by us */
     uint32_t flags;
-    nji_module *modules; /* guarded by the ctx's lock */
+    nji_module *modules; /* guarded by the ctx's lock, and so is what measuring found */
+    nji_tuned *tuned;
     int refuses;         /* the driver is too old for what this NVRTC makes: embedded PTX only */
 } nji_cuda;
 
@@ -30,6 +38,7 @@ typedef struct nji_cuda_plan {
     size_t workspace_bytes;
     nj_source fast_source, strided_source;
     int arch_specific;
+    int measured, candidate; /* whether and which of nji_alternatives measuring chose */
     void *fast_first;  /* the rows or tiles kernel, or the split kernels' first */
     void *fast_second; /* the split kernels' second */
     void *strided, *strided_parts, *params_sum;
@@ -121,6 +130,11 @@ static void nji_cuda_close(nji_cuda *cuda) {
         NJ_FREE(module);
     }
     nji_cuda_leave(cuda, pushed);
+    while (cuda->tuned) {
+        nji_tuned *tuned = cuda->tuned;
+        cuda->tuned = tuned->next;
+        NJ_FREE(tuned);
+    }
     if (cuda->retained) cuda->driver.cuDevicePrimaryCtxRelease(cuda->device);
     nji_jit_close(&cuda->jit);
     nji_driver_close(&cuda->driver);
@@ -393,30 +407,35 @@ static int nji_is_refusal(nj_status status) {
             error == NJI_CU_UNSUPPORTED_PTX_VERSION);
 }
 
-static nj_status nji_cuda_check_capture(const nji_cuda *cuda, const char *call) {
+static nj_status nji_cuda_check_capture(const nji_cuda *cuda, void *stream, const char *call) {
     int capturing = NJI_CU_CAPTURE_NONE;
-    int result = cuda->driver.cuStreamIsCapturing(NULL, &capturing);
+    int result = cuda->driver.cuStreamIsCapturing(stream, &capturing);
     if (nji_is_capture_error(result) || capturing != NJI_CU_CAPTURE_NONE)
         return nji_capture_fail(call);
     return result == 0 ? NJ_OK
                        : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
 }
 
-/* The caller holds the ctx's lock. */
-static nj_status nji_cuda_select(nji_cuda *cuda, const nj_desc *desc, int64_t rows, int64_t cols,
-                                 const nj_preference *pref, nji_cuda_plan *plan, const char *call) {
-    int pushed;
-    nj_status status;
-    nji_error before = nji_last;
+/* The plan's choice by the table. Nothing is compiled. */
+static nj_status nji_cuda_choose(const nji_cuda *cuda, const nj_desc *desc, int64_t rows,
+                                 int64_t cols, const nj_preference *pref, nji_cuda_plan *plan,
+                                 const char *call) {
     memset(plan, 0, sizeof *plan);
     plan->desc = *desc;
     plan->arch_specific = pref->allow_arch_specific && cuda->facts.arch >= 90;
-    status = nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
-    if (status != NJ_OK) return status;
+    return nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
+}
+
+/* The kernels of a plan that has its choice. The caller holds the ctx's lock. */
+static nj_status nji_cuda_select(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
+                                 const char *call) {
+    int pushed;
+    nj_status status;
+    nji_error before = nji_last;
     plan->workspace_bytes = (size_t)nji_workspace_of(&plan->choice);
     status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
-    status = nji_cuda_check_capture(cuda, call);
+    status = nji_cuda_check_capture(cuda, NULL, call);
     if (status == NJ_OK) status = nji_cuda_select_kernels(cuda, plan, cols, call);
     if (nji_is_refusal(status) && nji_cuda_compiles(cuda)) {
         nji_note(&cuda->jit.log, NJ_LOG_WARNING, "using the embedded PTX: %s", nji_last.text);
@@ -677,5 +696,6 @@ static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan,
     out->source = (int32_t)(fast ? plan->fast_source : plan->strided_source);
     out->threads = fast ? plan->choice.threads : NJI_STRIDED_THREADS;
     out->vector_bytes = fast ? plan->choice.vec * size : size;
+    out->candidate = fast ? plan->candidate : 0;
     snprintf(out->kernel, sizeof out->kernel, "%s", kernel);
 }

@@ -166,6 +166,18 @@ static uint64_t nji_jit_check_text(uint64_t hash, const char *text) {
     return hash;
 }
 
+static nji_jit_digest nji_jit_digest_of(const char *text) {
+    nji_jit_digest digest;
+    digest.key = nji_hash_text(NJI_HASH_SEED, text);
+    digest.check = nji_jit_check_text(0, text);
+    return digest;
+}
+
+static void nji_jit_digest_add(nji_jit_digest *digest, const char *text) {
+    digest->key = nji_hash_text(digest->key, text);
+    digest->check = nji_jit_check_text(digest->check, text);
+}
+
 static nji_jit_digest nji_jit_digest_make(const nji_jit *jit, const nji_jit_request *request) {
     nji_jit_digest digest;
     char head[160];
@@ -173,12 +185,8 @@ static nji_jit_digest nji_jit_digest_make(const nji_jit *jit, const nji_jit_requ
     snprintf(head, sizeof head, "%d %d nvrtc %d.%d sm_%d%s %016llx", NJI_JIT_FORMAT, NJ_VERSION,
              jit->nvrtc.major, jit->nvrtc.minor, request->arch, request->arch_specific ? "a" : "",
              (unsigned long long)request->source_hash);
-    digest.key = nji_hash_text(NJI_HASH_SEED, head);
-    digest.check = nji_jit_check_text(0, head);
-    for (i = 0; i < request->option_count; i++) {
-        digest.key = nji_hash_text(digest.key, request->options[i]);
-        digest.check = nji_jit_check_text(digest.check, request->options[i]);
-    }
+    digest = nji_jit_digest_of(head);
+    for (i = 0; i < request->option_count; i++) nji_jit_digest_add(&digest, request->options[i]);
     return digest;
 }
 
@@ -380,16 +388,47 @@ static int nji_jit_write(const nji_jit *jit, const nji_jit_digest *digest, const
     return 0;
 }
 
-/* A failure costs the next process a compilation, nothing else. */
-static void nji_jit_store(nji_jit *jit, const nji_jit_digest *digest, const nji_image *image) {
+/* A failure costs the next process the work that `what` took, nothing else. */
+static void nji_jit_store(nji_jit *jit, const nji_jit_digest *digest, const nji_image *image,
+                          const char *what) {
     if (nji_jit_write(jit, digest, image)) {
         jit->stats.disk_writes++;
         nji_jit_evict(jit);
     } else {
         jit->stats.disk_write_failures++;
-        nji_note(&jit->log, NJ_LOG_WARNING, "a compiled kernel could not be kept in %s",
-                 jit->cache_dir);
+        nji_note(&jit->log, NJ_LOG_WARNING, "%s could not be kept in %s", what, jit->cache_dir);
     }
+}
+
+/* Looks an image up on disk and counts; 0 also when the cache is off. */
+static int nji_jit_find(nji_jit *jit, const nji_jit_digest *digest, nji_image *out) {
+    int hit;
+    memset(out, 0, sizeof *out);
+    if (!jit->cache_dir) return 0;
+    hit = nji_jit_load(jit, digest, out);
+    if (hit) jit->stats.disk_hits++;
+    else jit->stats.disk_misses++;
+    return hit;
+}
+
+/* A few bytes that a caller wants to find again: an entry like that of a kernel, whose digest its
+   text must tell apart from kernels'. 1 when record was filled. */
+static int nji_jit_recall(nji_jit *jit, const nji_jit_digest *digest, void *record, size_t size) {
+    nji_image image;
+    int hit = nji_jit_find(jit, digest, &image) && image.size == size;
+    if (hit) memcpy(record, image.data, size);
+    nji_image_free(&image);
+    return hit;
+}
+
+static void nji_jit_remember(nji_jit *jit, const nji_jit_digest *digest, void *record, size_t size,
+                             const char *what) {
+    nji_image image;
+    if (!jit->cache_dir) return;
+    image.data = record;
+    image.size = size;
+    image.is_ptx = 0;
+    nji_jit_store(jit, digest, &image, what);
 }
 
 /* ---- compiling ------------------------------------------------------------------------------ */
@@ -586,15 +625,11 @@ static nj_status nji_jit_image(nji_jit *jit, const nji_jit_request *request, nji
     memset(out, 0, sizeof *out);
     if (!jit->has_nvrtc) return nji_fail(NJ_LIBRARY_NOT_FOUND, "%s: there is no NVRTC", call);
     digest = nji_jit_digest_make(jit, request);
-    if (jit->cache_dir) {
-        if (nji_jit_load(jit, &digest, out)) {
-            jit->stats.disk_hits++;
-            return NJ_OK;
-        }
-        jit->stats.disk_misses++;
-    }
+    if (nji_jit_find(jit, &digest, out)) return NJ_OK;
     status = nji_jit_compile(jit, request, out, call);
-    if (status == NJ_OK && jit->cache_dir) nji_jit_store(jit, &digest, out);
+    if (status == NJ_OK && jit->cache_dir) {
+        nji_jit_store(jit, &digest, out, "a compiled kernel");
+    }
     return status;
 }
 

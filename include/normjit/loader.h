@@ -22,6 +22,7 @@ typedef void *nji_cu_context;
 typedef void *nji_cu_module;
 typedef void *nji_cu_function;
 typedef void *nji_cu_stream;
+typedef void *nji_cu_event;
 typedef unsigned long long nji_cu_pointer;
 
 /* CUresult */
@@ -122,6 +123,13 @@ typedef struct nji_driver {
     nji_cu_result(NJI_CU_CALL *cuPointerGetAttribute)(void *value, int attribute,
                                                       nji_cu_pointer pointer);
     nji_cu_result(NJI_CU_CALL *cuStreamIsCapturing)(nji_cu_stream stream, int *status);
+    /* for measured selection alone */
+    nji_cu_result(NJI_CU_CALL *cuEventCreate)(nji_cu_event *event, unsigned flags);
+    nji_cu_result(NJI_CU_CALL *cuEventDestroy)(nji_cu_event event);
+    nji_cu_result(NJI_CU_CALL *cuEventRecord)(nji_cu_event event, nji_cu_stream stream);
+    nji_cu_result(NJI_CU_CALL *cuEventSynchronize)(nji_cu_event event);
+    nji_cu_result(NJI_CU_CALL *cuEventElapsedTime)(float *milliseconds, nji_cu_event from,
+                                                   nji_cu_event to);
 } nji_driver;
 
 /* ---- what we use of NVRTC's interface ------------------------------------------------------- */
@@ -256,6 +264,8 @@ static void nji_search_note(nji_search *search, nj_status status, const char *na
 
 #define NJI_DRIVER_SYMBOL(member, name)                                                            \
     { name, offsetof(nji_driver, member), 0 }
+#define NJI_DRIVER_OPTIONAL(member, name)                                                          \
+    { name, offsetof(nji_driver, member), 1 }
 static const nji_symbol nji_driver_symbols[] = {
     NJI_DRIVER_SYMBOL(cuInit, "cuInit"),
     NJI_DRIVER_SYMBOL(cuDriverGetVersion, "cuDriverGetVersion"),
@@ -278,8 +288,14 @@ static const nji_symbol nji_driver_symbols[] = {
     NJI_DRIVER_SYMBOL(cuLaunchKernel, "cuLaunchKernel"),
     NJI_DRIVER_SYMBOL(cuPointerGetAttribute, "cuPointerGetAttribute"),
     NJI_DRIVER_SYMBOL(cuStreamIsCapturing, "cuStreamIsCapturing"),
-    {"cuLaunchKernelEx", offsetof(nji_driver, cuLaunchKernelEx), 1}};
+    NJI_DRIVER_OPTIONAL(cuLaunchKernelEx, "cuLaunchKernelEx"),
+    NJI_DRIVER_OPTIONAL(cuEventCreate, "cuEventCreate"),
+    NJI_DRIVER_OPTIONAL(cuEventDestroy, "cuEventDestroy_v2"),
+    NJI_DRIVER_OPTIONAL(cuEventRecord, "cuEventRecord"),
+    NJI_DRIVER_OPTIONAL(cuEventSynchronize, "cuEventSynchronize"),
+    NJI_DRIVER_OPTIONAL(cuEventElapsedTime, "cuEventElapsedTime")};
 #undef NJI_DRIVER_SYMBOL
+#undef NJI_DRIVER_OPTIONAL
 
 static void nji_driver_close(nji_driver *driver) {
     if (driver->library) nji_library_close(driver->library);

@@ -22,10 +22,6 @@ struct nj_plan {
 
 /* ---- descriptor ----------------------------------------------------------------------------- */
 
-static int nji_is_forward(const nj_desc *desc) {
-    return desc->op == NJ_OP_LAYER_NORM_FORWARD;
-}
-
 static nj_status nji_check_types(nj_desc *desc, const char *call) {
     if (!nj_dtype_size(desc->dtype)) {
         return nji_fail(NJ_INVALID_ARGUMENT,
@@ -126,59 +122,6 @@ static nj_status nji_check_desc(nj_desc *desc, int64_t *rows, int64_t *cols, con
 
 /* ---- arguments ------------------------------------------------------------------------------ */
 
-typedef struct nji_views {
-    nji_view view[10];
-    int count;
-    int packed; /* each view is as nj_packed makes it */
-    int guide;  /* the output of x's shape, else dy */
-} nji_views;
-
-#define NJI_VIEW(set, args, field, kind_of, type_of, is_written)                                   \
-    do {                                                                                           \
-        nji_view *added = &(set)->view[(set)->count++];                                            \
-        added->name = #field;                                                                      \
-        added->data = (void *)(uintptr_t)(args)->field.data;                                       \
-        added->shape = (args)->field.shape;                                                        \
-        added->stride = (args)->field.stride;                                                      \
-        added->offset = (args)->field.offset;                                                      \
-        added->count = (args)->field.count;                                                        \
-        added->rank = (args)->field.rank;                                                          \
-        added->kind = (kind_of);                                                                   \
-        added->dtype = (type_of);                                                                  \
-        added->size = (int32_t)nj_dtype_size(type_of);                                             \
-        added->writable = (is_written);                                                            \
-        added->empty = 0;                                                                          \
-        added->slot = offsetof(nji_problem, field);                                                \
-    } while (0)
-
-/* Lists the operands that the descriptor uses; what it does not use is not looked at. */
-static void nji_list_views(const nj_desc *desc, const nj_args *args, nji_views *set) {
-    nj_dtype type = desc->dtype, param = desc->param_dtype, stat = desc->stat_dtype;
-    set->count = set->packed = 0;
-    if (nji_is_forward(desc)) {
-        NJI_VIEW(set, args, y, NJI_FULL, type, 1);
-        NJI_VIEW(set, args, x, NJI_FULL, type, 0);
-        if (desc->has_gamma) NJI_VIEW(set, args, gamma, NJI_PARAM, param, 0);
-        if (desc->has_beta) NJI_VIEW(set, args, beta, NJI_PARAM, param, 0);
-        if (args->mean.data) NJI_VIEW(set, args, mean, NJI_STAT, stat, 1);
-        if (args->rstd.data) NJI_VIEW(set, args, rstd, NJI_STAT, stat, 1);
-    } else {
-        if (desc->grads & NJ_GRAD_DX) NJI_VIEW(set, args, dx, NJI_FULL, type, 1);
-        NJI_VIEW(set, args, dy, NJI_FULL, type, 0);
-        if (desc->grads & (NJ_GRAD_DX | NJ_GRAD_DGAMMA)) {
-            NJI_VIEW(set, args, x, NJI_FULL, type, 0);
-            NJI_VIEW(set, args, mean, NJI_STAT, stat, 0);
-            NJI_VIEW(set, args, rstd, NJI_STAT, stat, 0);
-        }
-        if (desc->has_gamma && (desc->grads & NJ_GRAD_DX)) {
-            NJI_VIEW(set, args, gamma, NJI_PARAM, param, 0);
-        }
-        if (desc->grads & NJ_GRAD_DGAMMA) NJI_VIEW(set, args, dgamma, NJI_PARAM, param, 1);
-        if (desc->grads & NJ_GRAD_DBETA) NJI_VIEW(set, args, dbeta, NJI_PARAM, param, 1);
-    }
-    set->guide = 0;
-}
-
 /* The one validator: can_implement and run both come here. */
 static nj_status nji_check_args(const nj_plan *plan, const nj_args *args, nji_views *set,
                                 const char *call) {
@@ -231,48 +174,29 @@ static nj_status nji_check_workspace(const nj_plan *plan, const nji_views *set,
 }
 
 /* Checked views -> what a backend computes. */
-static void nji_bind(const nj_plan *plan, const nji_views *set, nji_problem *problem) {
-    if (set->packed) {
-        int i;
-        *problem = plan->packed_problem;
-        problem->mean.data = problem->rstd.data = NULL; /* a forward need not be given them */
-        for (i = 0; i < set->count; i++) {
-            nji_operand_of(problem, &set->view[i])->data = nji_first_element(&set->view[i]);
-        }
+static void nji_plan_bind(const nj_plan *plan, const nji_views *set, nji_problem *problem) {
+    int i;
+    if (!set->packed) {
+        nji_bind(&plan->desc, plan->rows, plan->cols, set, problem);
         return;
     }
-    memset(problem, 0, sizeof *problem);
-    problem->rows = plan->rows;
-    problem->cols = plan->cols;
-    problem->eps = plan->desc.eps;
-    problem->param_dtype = (int)plan->desc.param_dtype;
-    problem->stat_dtype = (int)plan->desc.stat_dtype;
-    problem->grads = plan->desc.grads;
-    problem->accumulate = plan->desc.accumulate;
-    nji_collapse(&plan->desc, set->view, set->count, set->guide, problem);
+    *problem = plan->packed_problem;
+    problem->mean.data = problem->rstd.data = NULL; /* a forward need not be given them */
+    for (i = 0; i < set->count; i++) {
+        nji_operand_of(problem, &set->view[i])->data = nji_first_element(&set->view[i]);
+    }
 }
 
 /* What the plan knows of packed operands, at a made-up address. */
 static void nji_prepare_packed(nj_plan *plan) {
-    const nj_desc *desc = &plan->desc;
-    void *address = (void *)(uintptr_t)4096;
     nj_args args;
     nji_views set;
-    int kind;
-    for (kind = NJI_FULL; kind <= NJI_PARAM; kind++) {
-        int64_t shape[NJ_MAX_RANK];
-        int32_t rank;
-        nji_expected_shape(desc, (nji_kind)kind, &rank, shape);
-        plan->packed[kind] = nj_packed(address, rank, shape);
-    }
-    memset(&args, 0, sizeof args);
-    args.y = args.dx = plan->packed[NJI_FULL];
-    args.x = args.dy = nj_as_const(plan->packed[NJI_FULL]);
-    args.mean = args.rstd = plan->packed[NJI_STAT];
-    args.dgamma = args.dbeta = plan->packed[NJI_PARAM];
-    args.gamma = args.beta = nj_as_const(plan->packed[NJI_PARAM]);
-    nji_list_views(desc, &args, &set);
-    nji_bind(plan, &set, &plan->packed_problem);
+    nji_packed_args(&plan->desc, (void *)(uintptr_t)4096, &args);
+    plan->packed[NJI_FULL] = args.y;
+    plan->packed[NJI_STAT] = args.mean;
+    plan->packed[NJI_PARAM] = args.dgamma;
+    nji_list_views(&plan->desc, &args, &set);
+    nji_bind(&plan->desc, plan->rows, plan->cols, &set, &plan->packed_problem);
 }
 
 /* ---- contexts ------------------------------------------------------------------------------- */
@@ -429,6 +353,10 @@ static nj_status nji_check_preference(const nj_ctx *ctx, const nj_preference *pr
         return nji_fail(NJ_UNSUPPORTED, "%s: pref.prefer_backend = CUDA: the ctx is a host ctx",
                         call);
     }
+    if (pref->tune != NJ_TUNE_TABLE && pref->tune != NJ_TUNE_MEASURE) {
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: pref.tune = %d: must be one of NJ_TUNE_*", call,
+                        (int)pref->tune);
+    }
     return NJ_OK; /* every kernel is deterministic and batch-invariant: those demands are met */
 }
 
@@ -448,33 +376,61 @@ static nj_status nji_select_host(nj_plan *plan, const nj_preference *pref, const
     return NJ_OK;
 }
 
+static nj_status nji_select_cuda(nj_plan *plan, nj_ctx *ctx, const nj_preference *pref,
+                                 const char *call) {
+    nji_cuda_plan *cuda = &plan->cuda;
+    nj_status status =
+        nji_cuda_choose(&ctx->cuda, &plan->desc, plan->rows, plan->cols, pref, cuda, call);
+    if (status != NJ_OK) return status;
+    nji_lock_enter(&ctx->lock);
+    if (pref->tune == NJ_TUNE_MEASURE)
+        status = nji_tune(&ctx->cuda, cuda, plan->rows, plan->cols, pref, call);
+    if (status == NJ_OK) status = nji_cuda_select(&ctx->cuda, cuda, plan->cols, call);
+    nji_lock_leave(&ctx->lock);
+    plan->workspace_bytes = cuda->workspace_bytes;
+    return status;
+}
+
+/* Checks what a plan is selected from, and fills in all of the plan that follows from it alone. */
+static nj_status nji_plan_begin(nj_plan *plan, const nj_ctx *ctx, const nj_desc *desc,
+                                const nj_preference *pref, const char *call) {
+    nj_status status;
+    memset(plan, 0, sizeof *plan);
+    plan->desc = *desc;
+    status = nji_check_desc(&plan->desc, &plan->rows, &plan->cols, call);
+    return status == NJ_OK ? nji_check_preference(ctx, pref, &plan->backend, call) : status;
+}
+
+/* ctx and desc are there. */
+static nj_status nji_check_given(const nj_ctx *ctx, const nj_desc *desc, const char *call) {
+    if (!ctx) return nji_fail(NJ_INVALID_ARGUMENT, "%s: ctx = NULL: a ctx is required", call);
+    if (!desc)
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
+    return NJ_OK;
+}
+
+static nj_preference nji_preference_of(const nj_preference *pref) {
+    nj_preference no_demands;
+    memset(&no_demands, 0, sizeof no_demands);
+    return pref ? *pref : no_demands;
+}
+
 NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
                                 const nj_preference *pref) {
     static const char call[] = "nj_plan_select";
-    nj_preference no_demands;
+    const nj_preference demands = nji_preference_of(pref);
     nj_plan *plan;
     nj_status status;
     if (!out) return nji_fail(NJ_INVALID_ARGUMENT, "%s: out = NULL: nowhere to put the plan", call);
     *out = NULL;
-    if (!ctx) return nji_fail(NJ_INVALID_ARGUMENT, "%s: ctx = NULL: a ctx is required", call);
-    if (!desc)
-        return nji_fail(NJ_INVALID_ARGUMENT, "%s: desc = NULL: a descriptor is required", call);
-    memset(&no_demands, 0, sizeof no_demands);
-    if (!pref) pref = &no_demands;
+    status = nji_check_given(ctx, desc, call);
+    if (status != NJ_OK) return status;
     plan = (nj_plan *)NJ_MALLOC(sizeof *plan);
     if (!plan) return nji_out_of_memory(call, sizeof *plan);
-    memset(plan, 0, sizeof *plan);
-    plan->desc = *desc;
-    status = nji_check_desc(&plan->desc, &plan->rows, &plan->cols, call);
-    if (status == NJ_OK) status = nji_check_preference(ctx, pref, &plan->backend, call);
-    if (status == NJ_OK && plan->backend == NJ_BACKEND_HOST)
-        status = nji_select_host(plan, pref, call);
-    if (status == NJ_OK && plan->backend == NJ_BACKEND_CUDA) {
-        nji_lock_enter(&ctx->lock);
-        status = nji_cuda_select(&ctx->cuda, &plan->desc, plan->rows, plan->cols, pref, &plan->cuda,
-                                 call);
-        nji_lock_leave(&ctx->lock);
-        plan->workspace_bytes = plan->cuda.workspace_bytes;
+    status = nji_plan_begin(plan, ctx, desc, &demands, call);
+    if (status == NJ_OK) {
+        status = plan->backend == NJ_BACKEND_HOST ? nji_select_host(plan, &demands, call)
+                                                  : nji_select_cuda(plan, ctx, &demands, call);
     }
     if (status != NJ_OK) {
         NJ_FREE(plan);
@@ -484,6 +440,30 @@ NJ_API nj_status nj_plan_select(nj_plan **out, nj_ctx *ctx, const nj_desc *desc,
     nji_ctx_retain(ctx);
     plan->ctx = ctx;
     *out = plan;
+    return NJ_OK;
+}
+
+NJ_API nj_status nj_tune_scratch_size(nj_ctx *ctx, const nj_desc *desc, const nj_preference *pref,
+                                      size_t *least, size_t *enough) {
+    static const char call[] = "nj_tune_scratch_size";
+    const nj_preference demands = nji_preference_of(pref);
+    nj_plan plan;
+    nj_status status;
+    if (!least || !enough) {
+        return nji_fail(NJ_INVALID_ARGUMENT, "%s: %s = NULL: nowhere to put it", call,
+                        least ? "enough" : "least");
+    }
+    *least = *enough = 0;
+    status = nji_check_given(ctx, desc, call);
+    if (status != NJ_OK) return status;
+    status = nji_plan_begin(&plan, ctx, desc, &demands, call);
+    if (status != NJ_OK || plan.backend == NJ_BACKEND_HOST) return status;
+    status =
+        nji_cuda_choose(&ctx->cuda, &plan.desc, plan.rows, plan.cols, &demands, &plan.cuda, call);
+    if (status != NJ_OK) return status;
+    nji_lock_enter(&ctx->lock);
+    nji_tune_scratch(&ctx->cuda, &plan.cuda, plan.rows, plan.cols, &demands, least, enough);
+    nji_lock_leave(&ctx->lock);
     return NJ_OK;
 }
 
@@ -510,7 +490,7 @@ NJ_API nj_status nj_plan_run(const nj_plan *plan, const nj_args *args, void *wor
     nj_status status = nji_check_args(plan, args, &set, call);
     if (status == NJ_OK) status = nji_check_workspace(plan, &set, workspace, workspace_size, call);
     if (status != NJ_OK) return status;
-    nji_bind(plan, &set, &problem);
+    nji_plan_bind(plan, &set, &problem);
     if (plan->backend == NJ_BACKEND_HOST) {
         nji_host_run(&plan->desc, &problem, workspace);
         return NJ_OK;
@@ -528,7 +508,7 @@ NJ_API nj_status nj_plan_sku(const nj_plan *plan, const nj_args *args, nj_sku *o
     if (args) {
         nj_status status = nji_check_args(plan, args, &set, call);
         if (status != NJ_OK) return status;
-        nji_bind(plan, &set, &problem);
+        nji_plan_bind(plan, &set, &problem);
     } else {
         if (!plan)
             return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
@@ -558,7 +538,8 @@ NJ_API nj_status nj_plan_precision(const nj_plan *plan, nj_precision *out) {
     if (!plan) return nji_fail(NJ_INVALID_ARGUMENT, "%s: plan = NULL: a plan is required", call);
     out->math = out->accumulator = (int32_t)(plan->desc.dtype == NJ_F64 ? NJ_F64 : NJ_F32);
     out->deterministic = 1;
-    out->bit_stable_on_same_hardware = 1;
+    /* the order in which rows are added up is the winner's, and another time another may win */
+    out->bit_stable_on_same_hardware = !(plan->cuda.measured && nji_wants_params(&plan->desc));
     out->batch_invariant = 1;
     return NJ_OK;
 }

@@ -448,6 +448,30 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
 }
 
+/* The default choice, then others whose rows have the same bits and that may be faster on some
+   device: what NJ_TUNE_MEASURE chooses from. Returns how many there are, at most capacity. */
+static int nji_alternatives(const nj_desc *desc, int64_t rows, int64_t cols,
+                            const nji_device_facts *facts, const nj_preference *pref,
+                            nji_choice *out, int capacity) {
+    static const char call[] = "nji_alternatives";
+    int count = 1, change;
+    if (nji_choose(desc, rows, cols, facts, pref, &out[0], call) != NJ_OK) return 0;
+    if (out[0].family != NJI_ROWS) return 1;
+    for (change = 0; change < 3 && count < capacity; change++) {
+        nji_choice *other = &out[count];
+        *other = out[0];
+        if (change == 0) other->blocks *= 2;
+        if (change == 1) other->blocks /= 2;
+        if (change == 2) other->prefetch = !other->prefetch;
+        if (other->blocks < 1 || other->blocks * other->threads > nji_most_resident(facts->arch) ||
+            (change == 2 && other->forward)) {
+            continue;
+        }
+        if (nji_choose_parts(desc, rows, cols, facts, pref, other, call) == NJ_OK) count++;
+    }
+    return count;
+}
+
 /* ---- options for the compiler --------------------------------------------------------------- */
 
 typedef struct nji_options {

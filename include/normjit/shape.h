@@ -51,6 +51,10 @@ static nj_status nji_check_shape(const nj_desc *desc, int64_t *rows, int64_t *co
     return NJ_OK;
 }
 
+static int nji_is_forward(const nj_desc *desc) {
+    return desc->op == NJ_OP_LAYER_NORM_FORWARD;
+}
+
 /* ---- views ---------------------------------------------------------------------------------- */
 
 typedef enum nji_kind { NJI_FULL, NJI_STAT, NJI_PARAM } nji_kind;
@@ -83,6 +87,72 @@ static void nji_expected_shape(const nj_desc *desc, nji_kind kind, int32_t *rank
         shape[n++] = kind == NJI_STAT && normalized ? 1 : desc->shape[axis];
     }
     *rank = n;
+}
+
+typedef struct nji_views {
+    nji_view view[10];
+    int count;
+    int packed; /* each view is known to be as nji_packed_args makes it */
+    int guide;  /* the output of x's shape, else dy */
+} nji_views;
+
+#define NJI_VIEW(set, args, field, kind_of, type_of, is_written)                                   \
+    do {                                                                                           \
+        nji_view *added = &(set)->view[(set)->count++];                                            \
+        added->name = #field;                                                                      \
+        added->data = (void *)(uintptr_t)(args)->field.data;                                       \
+        added->shape = (args)->field.shape;                                                        \
+        added->stride = (args)->field.stride;                                                      \
+        added->offset = (args)->field.offset;                                                      \
+        added->count = (args)->field.count;                                                        \
+        added->rank = (args)->field.rank;                                                          \
+        added->kind = (kind_of);                                                                   \
+        added->dtype = (type_of);                                                                  \
+        added->size = (int32_t)nj_dtype_size(type_of);                                             \
+        added->writable = (is_written);                                                            \
+        added->empty = 0;                                                                          \
+        added->slot = offsetof(nji_problem, field);                                                \
+    } while (0)
+
+/* Lists the operands that the descriptor uses; what it does not use is not looked at. */
+static void nji_list_views(const nj_desc *desc, const nj_args *args, nji_views *set) {
+    nj_dtype type = desc->dtype, param = desc->param_dtype, stat = desc->stat_dtype;
+    set->count = set->packed = 0;
+    if (nji_is_forward(desc)) {
+        NJI_VIEW(set, args, y, NJI_FULL, type, 1);
+        NJI_VIEW(set, args, x, NJI_FULL, type, 0);
+        if (desc->has_gamma) NJI_VIEW(set, args, gamma, NJI_PARAM, param, 0);
+        if (desc->has_beta) NJI_VIEW(set, args, beta, NJI_PARAM, param, 0);
+        if (args->mean.data) NJI_VIEW(set, args, mean, NJI_STAT, stat, 1);
+        if (args->rstd.data) NJI_VIEW(set, args, rstd, NJI_STAT, stat, 1);
+    } else {
+        if (desc->grads & NJ_GRAD_DX) NJI_VIEW(set, args, dx, NJI_FULL, type, 1);
+        NJI_VIEW(set, args, dy, NJI_FULL, type, 0);
+        if (desc->grads & (NJ_GRAD_DX | NJ_GRAD_DGAMMA)) {
+            NJI_VIEW(set, args, x, NJI_FULL, type, 0);
+            NJI_VIEW(set, args, mean, NJI_STAT, stat, 0);
+            NJI_VIEW(set, args, rstd, NJI_STAT, stat, 0);
+        }
+        if (desc->has_gamma && (desc->grads & NJ_GRAD_DX)) {
+            NJI_VIEW(set, args, gamma, NJI_PARAM, param, 0);
+        }
+        if (desc->grads & NJ_GRAD_DGAMMA) NJI_VIEW(set, args, dgamma, NJI_PARAM, param, 1);
+        if (desc->grads & NJ_GRAD_DBETA) NJI_VIEW(set, args, dbeta, NJI_PARAM, param, 1);
+    }
+    set->guide = 0;
+}
+
+/* Every operand packed at one address, for problems that are made up. */
+static void nji_packed_args(const nj_desc *desc, void *address, nj_args *args) {
+    int64_t stat[NJ_MAX_RANK], param[NJ_MAX_RANK];
+    int32_t stat_rank, param_rank;
+    nji_expected_shape(desc, NJI_STAT, &stat_rank, stat);
+    nji_expected_shape(desc, NJI_PARAM, &param_rank, param);
+    args->x = args->dy = nj_packed_const(address, desc->rank, desc->shape);
+    args->y = args->dx = nj_packed(address, desc->rank, desc->shape);
+    args->gamma = args->beta = nj_packed_const(address, param_rank, param);
+    args->dgamma = args->dbeta = nj_packed(address, param_rank, param);
+    args->mean = args->rstd = nj_packed(address, stat_rank, stat);
 }
 
 static nj_status nji_missing_operand(const nji_view *view, const char *call) {
@@ -437,6 +507,20 @@ static void nji_collapse(const nj_desc *desc, const nji_view *views, int count, 
         operand->data = nji_first_element(&views[i]);
         for (d = 0; d < row_dims + col_dims; d++) operand->stride[d] = axes[d].stride[i];
     }
+}
+
+/* Checked views -> what a backend computes. */
+static void nji_bind(const nj_desc *desc, int64_t rows, int64_t cols, const nji_views *set,
+                     nji_problem *problem) {
+    memset(problem, 0, sizeof *problem);
+    problem->rows = rows;
+    problem->cols = cols;
+    problem->eps = desc->eps;
+    problem->param_dtype = (int)desc->param_dtype;
+    problem->stat_dtype = (int)desc->stat_dtype;
+    problem->grads = desc->grads;
+    problem->accumulate = desc->accumulate;
+    nji_collapse(desc, set->view, set->count, set->guide, problem);
 }
 
 /* ---- layout --------------------------------------------------------------------------------- */

@@ -7,6 +7,7 @@ int use_declarations(nj_ctx *ctx, nj_plan *plan, void *buffer) {
     static const int64_t shape[2] = {2, 3};
     int64_t cols, extents[NJ_MAX_RANK];
     int32_t rank;
+    size_t least, enough;
     char folder[64];
     nj_ctx_desc ctx_desc;
     nj_desc desc;
@@ -26,11 +27,13 @@ int use_declarations(nj_ctx *ctx, nj_plan *plan, void *buffer) {
     desc.op = NJ_OP_LAYER_NORM_FORWARD;
     desc.dtype = NJ_BF16;
     pref.prefer_backend = NJ_BACKEND_AUTO;
+    pref.tune = NJ_TUNE_MEASURE;
     calls += nj_ctx_create(&ctx, &ctx_desc) == NJ_OK;
     calls += nj_ctx_backend(ctx) == NJ_BACKEND_HOST;
     calls += nj_ctx_info(ctx) != 0;
     calls += nj_ctx_cache_stats(ctx, &stats) == NJ_OK;
     calls += nj_default_cache_dir(folder, sizeof folder) == NJ_OK;
+    calls += nj_tune_scratch_size(ctx, &desc, &pref, &least, &enough) == NJ_OK;
     calls += nj_plan_select(&plan, ctx, &desc, &pref) == NJ_OK;
     calls += nj_plan_can_implement(plan, &args) == NJ_OK;
     calls += nj_plan_workspace_size(plan) == 0;

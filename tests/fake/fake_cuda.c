@@ -8,6 +8,7 @@
        NJ_FAKE_VERSION=11000                      of the driver; default 13000
        NJ_FAKE_CC=80                              compute capability; default 90
        NJ_FAKE_CAPTURING=1                        status of every stream's capture; default 0
+       NJ_FAKE_MS=5,3,4                           milliseconds that events measure, in turn; default 1
 
    A test finds the fake_cuda_* functions with dlsym. Build: cc -shared -fPIC -pthread. */
 #include <pthread.h>
@@ -29,6 +30,7 @@ enum {
     NO_BINARY_FOR_GPU = 209,
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
+    NOT_READY = 600,
     INVALID_CLUSTER_SIZE = 912
 };
 
@@ -39,8 +41,9 @@ enum {
     SHARED_MOST = 232448,
     STACK = 16, /* contexts per thread */
     FUNCTIONS = 16,
-    COUNTERS = 32,
-    LAUNCHES = 16, /* remembered */
+    COUNTERS = 48,
+    LAUNCHES = 512, /* remembered */
+    EVENTS = 8,
     RANGES = 64
 };
 
@@ -74,6 +77,12 @@ typedef struct fake_launch {
     unsigned char problem[NJI_PROBLEM_BYTES];
 } fake_launch;
 
+typedef struct fake_event {
+    fake_context *context; /* NULL: free */
+    int recorded, done;
+    void *stream;
+} fake_event;
+
 /* CUlaunchAttribute and CUlaunchConfig. */
 typedef struct fake_attribute {
     int id, pad;
@@ -103,6 +112,9 @@ static struct {
     } counters[COUNTERS];
     fake_launch launches[LAUNCHES];
     int launch_count;
+    fake_event events[EVENTS];
+    int times_asked;    /* since the first event */
+    void *timed_stream; /* where both events of the latest time were recorded */
     struct {
         uintptr_t begin, end;
         int device;
@@ -128,7 +140,7 @@ static int injected(const char *function, int call) {
         if (strncmp(at, function, length) == 0 && at[length] == '=') {
             char *end;
             int code = (int)strtol(at + length + 1, &end, 10);
-            return *end != '@' || atoi(end + 1) == call ? code : SUCCESS;
+            if (*end != '@' || atoi(end + 1) == call) return code;
         }
         at = strchr(at, ',');
         if (at) at++;
@@ -207,6 +219,7 @@ static const struct {
               {200, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
               {201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
               {209, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for the device"},
+              {600, "CUDA_ERROR_NOT_READY", "device not ready"},
               {400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
               {500, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
               {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
@@ -538,6 +551,76 @@ int cuStreamIsCapturing(void *stream, int *status) {
     return leave(result);
 }
 
+/* ---- events --------------------------------------------------------------------------------- */
+
+static fake_event *event_of(void *event) {
+    fake_event *e = event;
+    return e >= fake.events && e < fake.events + EVENTS && e->context == current() ? e : NULL;
+}
+
+static int live_events(void) {
+    int count = 0;
+    for (int i = 0; i < EVENTS; i++) count += fake.events[i].context != NULL;
+    return count;
+}
+
+int cuEventCreate(void **event, unsigned flags) {
+    int result = enter_context("cuEventCreate"), i = 0;
+    if (result == SUCCESS && (!event || flags)) result = INVALID_VALUE;
+    if (result != SUCCESS) return leave(result);
+    while (i < EVENTS && fake.events[i].context) i++;
+    if (i == EVENTS) return leave(INVALID_VALUE);
+    if (live_events() == 0) fake.times_asked = 0;
+    memset(&fake.events[i], 0, sizeof fake.events[i]);
+    fake.events[i].context = current();
+    *event = &fake.events[i];
+    return leave(SUCCESS);
+}
+
+int cuEventDestroy_v2(void *event) {
+    int result = enter_context("cuEventDestroy_v2");
+    if (result == SUCCESS && !event_of(event)) result = INVALID_HANDLE;
+    if (result == SUCCESS) event_of(event)->context = NULL;
+    return leave(result);
+}
+
+int cuEventRecord(void *event, void *stream) {
+    int result = enter_context("cuEventRecord");
+    if (result == SUCCESS && !event_of(event)) result = INVALID_HANDLE;
+    if (result != SUCCESS) return leave(result);
+    event_of(event)->recorded = 1;
+    event_of(event)->stream = stream;
+    event_of(event)->done = 0;
+    return leave(SUCCESS);
+}
+
+/* Waiting for one event ends all before it, which is all. */
+int cuEventSynchronize(void *event) {
+    int result = enter_context("cuEventSynchronize");
+    if (result == SUCCESS && !event_of(event)) result = INVALID_HANDLE;
+    for (int i = 0; result == SUCCESS && i < EVENTS; i++) fake.events[i].done = 1;
+    return leave(result);
+}
+
+int cuEventElapsedTime(float *ms, void *from, void *to) {
+    int result = enter_context("cuEventElapsedTime");
+    const char *times = getenv("NJ_FAKE_MS"), *at = times;
+    const fake_event *a = event_of(from), *b = event_of(to);
+    if (result == SUCCESS && (!a || !b || !a->recorded || !b->recorded)) result = INVALID_HANDLE;
+    if (result == SUCCESS && (!a->done || !b->done)) result = NOT_READY;
+    if (result != SUCCESS) return leave(result);
+    fake.timed_stream = a->stream == b->stream ? a->stream : NULL;
+    *ms = 1;
+    if (times && *times) {
+        int count = 1;
+        for (; *at; at++) count += *at == ',';
+        at = times;
+        for (int turn = fake.times_asked++ % count; turn > 0; turn--) at = strchr(at, ',') + 1;
+        *ms = strtof(at, NULL);
+    }
+    return leave(SUCCESS);
+}
+
 /* ---- for tests ------------------------------------------------------------------------------ */
 
 /* Calls of a function since the start or the last reset. */
@@ -556,6 +639,18 @@ int fake_cuda_live_modules(void) {
         count++;
     pthread_mutex_unlock(&lock);
     return count;
+}
+
+int fake_cuda_live_events(void) {
+    int count;
+    pthread_mutex_lock(&lock);
+    count = live_events();
+    pthread_mutex_unlock(&lock);
+    return count;
+}
+
+void *fake_cuda_timed_stream(void) {
+    return fake.timed_stream;
 }
 
 /* Holds on primary contexts. */
