@@ -330,15 +330,21 @@ NJI_INLINE void nji_write_dx(NJI_X *to, const nji_terms &terms, nji_real rstd, n
 
 // ---- parameter gradients ------------------------------------------------------------------------
 
-NJI_INLINE void nji_store_part(const nji_place &place, const nji_real gradient[NJI_CHUNKS][NJI_VEC],
-                               nji_real *to) {
-#pragma unroll
-    for (int k = 0; k < NJI_CHUNKS; k++) {
+// A pack of a gradient goes to this cluster's part of the workspace; of a single cluster's it is all
+// there is, and no other kernel adds it up.
+NJI_INLINE void nji_write_sums(const nji_problem &p, int which, int column,
+                               const nji_real sum[NJI_VEC]) {
+    if (p.parts > 1) {
+        nji_real *part = (nji_real *)p.partial + (nji_i64)(blockIdx.x / NJI_SLICES) * 2 * NJI_COLS;
         nji_pack<nji_real, NJI_VEC> out;
-        const int column = nji_column(place, k);
-        out.narrow(gradient[k]);
-        if (nji_is_column(column)) out.store(to + column);
+        out.narrow(sum);
+        out.store(part + which * NJI_COLS + column);
+        return;
     }
+    NJI_P *to = (NJI_P *)(which == 0 ? p.dgamma : p.dbeta).data + column;
+    const bool adds = (p.accumulate & (which == 0 ? NJI_DGAMMA : NJI_DBETA)) != 0;
+#pragma unroll
+    for (int i = 0; i < NJI_VEC; i++) nji_narrow(adds ? nji_widen(to[i]) + sum[i] : sum[i], &to[i]);
 }
 
 // The sums of a thread in the ring's memory, of which none may be on its way any more.
@@ -353,10 +359,9 @@ NJI_INLINE void nji_workers_meet() {
     nji_team_sync(NJI_TEAMS < 15 ? NJI_TEAMS : 0, NJI_WORKERS);
 }
 
-// The teams' sums are added in their order and become one part of the workspace.
-NJI_INLINE void nji_write_parts(const nji_problem &p, const nji_place &place,
-                                nji_gradients &gradients) {
-    nji_real *part = (nji_real *)p.partial + (nji_i64)(blockIdx.x / NJI_SLICES) * 2 * NJI_COLS;
+// The teams' sums, added in their order.
+NJI_INLINE void nji_write_gradients(const nji_problem &p, const nji_place &place,
+                                    nji_gradients &gradients) {
 #if NJI_TEAMS > 1
     nji_workers_meet(); // of all teams
 #pragma unroll
@@ -371,7 +376,6 @@ NJI_INLINE void nji_write_parts(const nji_problem &p, const nji_place &place,
 #pragma unroll
         for (int k = 0; k < NJI_CHUNKS; k++) {
             const int column = nji_column(place, k);
-            nji_pack<nji_real, NJI_VEC> out;
             nji_real sum[NJI_VEC], more[NJI_VEC];
             if ((which * NJI_CHUNKS + k) % NJI_TEAMS != place.team) continue;
             if (!nji_is_column(column)) continue;
@@ -382,13 +386,17 @@ NJI_INLINE void nji_write_parts(const nji_problem &p, const nji_place &place,
 #pragma unroll
                 for (int i = 0; i < NJI_VEC; i++) sum[i] += more[i];
             }
-            out.narrow(sum);
-            out.store(part + which * NJI_COLS + column);
+            nji_write_sums(p, which, column, sum);
         }
     }
 #else
-    if (NJI_WANT_DGAMMA) nji_store_part(place, gradients.gamma, part);
-    if (NJI_WANT_DBETA) nji_store_part(place, gradients.beta, part + NJI_COLS);
+#pragma unroll
+    for (int k = 0; k < NJI_CHUNKS; k++) {
+        const int column = nji_column(place, k);
+        if (!nji_is_column(column)) continue;
+        if (NJI_WANT_DGAMMA) nji_write_sums(p, 0, column, gradients.gamma[k]);
+        if (NJI_WANT_DBETA) nji_write_sums(p, 1, column, gradients.beta[k]);
+    }
 #endif
 }
 
@@ -475,10 +483,11 @@ NJI_INLINE void nji_work(const nji_problem &p, const nji_place &place) {
         }
         nji_advance(turn);
     }
-    nji_write_parts(p, place, gradients);
+    nji_write_gradients(p, place, gradients);
 }
 
-// dx and one part of the parameter gradients for each cluster; rows >= 1; dx may be x or dy.
+// dx, and for each cluster one part of the parameter gradients or, for one cluster, the gradients;
+// rows >= 1; dx may be x or dy.
 NJI_KERNEL nj_ring_backward(NJI_PARAMETER p) {
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); // seen to be one for a warp
     nji_set_up();

@@ -879,7 +879,7 @@ static void launch_carries_the_problem_to_the_callers_stream(void **state) {
     assert_int_equal(nj_plan_run(plan, &args, WORKSPACE, nj_plan_workspace_size(plan), stream),
                      NJ_OK);
     assert_int_equal(launches(), 2); /* the rows, then the sum of the partial gradients */
-    assert_string_equal(fake.launch_name(1), "nj_rows_backward");
+    assert_string_equal(fake.launch_name(1), "nj_ring_backward");
     assert_string_equal(fake.launch_name(0), "nj_params_sum");
     assert_ptr_equal(fake.launch_stream(0), stream);
     assert_ptr_equal(fake.launch_stream(1), stream);
@@ -891,7 +891,7 @@ static void launch_carries_the_problem_to_the_callers_stream(void **state) {
     assert_ptr_equal(problem->partial, WORKSPACE);
     assert_true(fake.launch_shape(1, shape));
     assert_int_equal(nj_plan_sku(plan, &args, &sku), NJ_OK);
-    assert_string_equal(sku.kernel, "nj_rows_backward");
+    assert_string_equal(sku.kernel, "nj_ring_backward");
     assert_int_equal(shape[3], sku.threads);
     assert_int_equal(shape[10], 1); /* it may start early: it waits by itself */
     assert_true(fake.launch_shape(0, shape));

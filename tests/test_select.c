@@ -127,8 +127,9 @@ static void workspace_keeps_within_the_bounds_that_are_promised(void **state) {
         near[choice.family] += bytes > bound / 2;
     }
     for (family = 0; family <= NJI_STRIDED; family++) {
-        assert_true(seen[family] > 10000);
-        assert_true(family == NJI_TILES || near[family] > 100); /* a bound that says something */
+        assert_true(seen[family] > 2000);
+        if (family == NJI_TILES || family == NJI_RING) continue; /* use little of it */
+        assert_true(near[family] > 100);                       /* a bound that says something */
     }
 }
 
@@ -141,6 +142,12 @@ typedef struct geometry {
 
 static geometry geometry_of(const draw *d) {
     const nji_choice c = choose(d);
+    if (c.family == NJI_RING) { /* warps have their columns wherever they are */
+        const int warps = (int)nji_ceil_div(d->cols, 32 * c.chunks * c.vec);
+        const geometry ring = {
+            (int)c.family, c.vec, warps, c.chunks, c.lanes / 32 * c.slices <= 8, 0, 0};
+        return ring;
+    }
     const geometry g = {(int)c.family, c.vec, c.lanes, c.chunks, c.threads, c.slices, c.cluster};
     return g;
 }

@@ -611,6 +611,11 @@ static int64_t nji_fast_blocks(const nji_choice *choice, const nji_problem *prob
     return problem->rows / run * nji_ceil_div(run, nji_block_rows(choice));
 }
 
+/* A ring kernel of one cluster writes dgamma and dbeta itself. */
+static int nji_finishes_alone(const nji_choice *choice) {
+    return choice->family == NJI_RING && choice->parts == 1;
+}
+
 /* Fast kernels, and the sum of the parts between them. */
 static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
                               void *stream, const char *call) {
@@ -630,7 +635,7 @@ static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, n
     }
     problem->parts = choice->parts;
     status = nji_launch(cuda, plan->fast_first, &first, problem, stream, call);
-    if (status == NJ_OK && plan->params_sum) {
+    if (status == NJ_OK && plan->params_sum && !nji_finishes_alone(choice)) {
         status = nji_launch_params_sum(cuda, plan, problem, stream, call);
     }
     if (status == NJ_OK && plan->fast_second) {

@@ -120,6 +120,7 @@ typedef struct nji_choice {
     int blocks; /* per multiprocessor, at least */
     int prefetch, ahead;
     int workers, keep; /* ring */
+    int alone;         /* ring: one cluster does it all */
     int stages;        /* ring: rows of a team; tiles: tiles, in shared memory */
     int shared_bytes;  /* of a block, beside what the kernel declares */
     int parts;         /* most partial gradients of the fast kernels; 0 = none wanted */
@@ -220,36 +221,69 @@ static int nji_most_shared(int arch) {
 /* Most shared memory that a ring kernel declares itself. */
 #define NJI_RING_DECLARED 2560
 
-/* Returns 0 where no row of the table fits. */
-static int nji_cut_ring(const nj_desc *desc, int64_t cols, int arch, nji_choice *choice) {
+/* Fills in the geometry that a row of the table gives with so many workers (at most) and slices; a
+   row of x has the same bits with any of either. Returns 0 where the ring does not fit. */
+static int nji_fit_ring(const nji_ring_tuning *row, int64_t cols, int arch, int workers, int slices,
+                        nji_choice *choice) {
+    int room = nji_most_shared(arch) - NJI_SHARED_RESERVED - NJI_RING_DECLARED, teams;
+    int64_t warps = nji_ceil_div(cols, (int64_t)row->elements * 32), stage_bytes;
+    choice->lanes = 32 * (int)nji_ceil_div(warps, slices);
+    teams = workers > choice->lanes ? workers / choice->lanes : 1;
+    choice->workers = teams * choice->lanes;
+    choice->threads = choice->workers + 32 * (teams < NJI_RING_FILLERS ? teams : NJI_RING_FILLERS);
+    stage_bytes = (int64_t)2 * row->elements * choice->workers * row->element_bytes; /* x and dy */
+    choice->stages = (int)nji_min_i64(row->stages, room / stage_bytes);
+    choice->family = NJI_RING;
+    choice->chunks = row->elements / choice->vec;
+    choice->slices = slices;
+    choice->cluster = slices > 1;
+    choice->blocks = 1;
+    choice->keep = row->keep;
+    choice->shared_bytes = choice->stages * (int)stage_bytes;
+    return choice->stages >= 2 && choice->threads <= 1024;
+}
+
+static const nji_ring_tuning *nji_find_ring(const nj_desc *desc, int64_t cols, int arch) {
     int size = (int)nj_dtype_size(desc->dtype);
-    int room = nji_most_shared(arch) - NJI_SHARED_RESERVED - NJI_RING_DECLARED;
     size_t i;
-    choice->vec = nji_vec_of(desc, cols);
-    if (choice->forward || arch < 90 || choice->vec * size != 16) return 0;
+    if (nji_is_forward(desc) || arch < 90 || size * nji_vec_of(desc, cols) != 16) return NULL;
     for (i = 0; i < sizeof nji_ring_table / sizeof nji_ring_table[0]; i++) {
         const nji_ring_tuning *row = &nji_ring_table[i];
-        int64_t warps = nji_ceil_div(cols, (int64_t)row->elements * 32);
-        int teams, stage_bytes;
-        if (size != row->element_bytes || cols < row->min_cols || cols > row->max_cols) continue;
-        choice->lanes = 32 * (int)nji_ceil_div(warps, row->slices);
-        teams = row->workers > choice->lanes ? row->workers / choice->lanes : 1;
-        choice->workers = teams * choice->lanes;
-        stage_bytes = 2 * row->elements * choice->workers * size; /* of x and dy */
-        choice->stages = (int)nji_min_i64(row->stages, room / stage_bytes);
-        if (choice->stages < 2) return 0;
-        choice->family = NJI_RING;
-        choice->chunks = row->elements / choice->vec;
-        choice->threads =
-            choice->workers + 32 * (teams < NJI_RING_FILLERS ? teams : NJI_RING_FILLERS);
-        choice->slices = row->slices;
-        choice->cluster = row->slices > 1;
-        choice->blocks = 1;
-        choice->keep = row->keep;
-        choice->shared_bytes = choice->stages * stage_bytes;
-        return 1;
+        if (size == row->element_bytes && cols >= row->min_cols && cols <= row->max_cols)
+            return row;
     }
-    return 0;
+    return NULL;
+}
+
+/* Bytes of x, dy and dx that a block moves in the time of a launch. */
+#define NJI_RING_LAUNCH_BYTES (96 << 10)
+#define NJI_RING_MOST_SLICES 8 /* every device has clusters of 8 */
+
+/* Few rows go through one cluster, which then needs no second launch to add up its gradients.
+   Returns its slices; 0 when they are too many. */
+static int nji_ring_alone(const nj_desc *desc, const nji_ring_tuning *row, int64_t rows,
+                          int64_t cols) {
+    int64_t bytes = cols * 3 * row->element_bytes, warps;
+    int slices = 1;
+    if (!nji_wants_params(desc)) return 0;
+    warps = nji_ceil_div(cols, (int64_t)row->elements * 32);
+    while (slices < NJI_RING_MOST_SLICES && slices < warps) slices *= 2;
+    return rows <= NJI_RING_LAUNCH_BYTES * slices / bytes ? slices : 0;
+}
+
+/* Returns 0 where no row of the table fits. */
+static int nji_cut_ring(const nj_desc *desc, int64_t rows, int64_t cols, int arch,
+                        nji_choice *choice) {
+    const nji_ring_tuning *row = nji_find_ring(desc, cols, arch);
+    nji_choice cut = *choice;
+    int alone;
+    if (!row) return 0;
+    cut.vec = nji_vec_of(desc, cols);
+    alone = nji_ring_alone(desc, row, rows, cols);
+    cut.alone = alone > 0;
+    if (!nji_fit_ring(row, cols, arch, row->workers, alone ? alone : row->slices, &cut)) return 0;
+    *choice = cut;
+    return 1;
 }
 
 /* The last axis that has any extent is not normalized: neighbouring rows are adjacent in a packed
@@ -273,8 +307,9 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
    statistics and sums for each row, the rest. */
 static int nji_tile_registers(const nj_desc *desc, const nji_choice *choice) {
     int words = nji_accumulator_bytes(desc) / 4;
-    return choice->forward ? words * (2 * choice->chunks + 3 * choice->vec) + 44
-                           : words * (3 * choice->chunks + 5 * choice->vec) + 38;
+    int rest = words == 1 ? 0 : 16; /* pairs of registers leave gaps */
+    return choice->forward ? words * (2 * choice->chunks + 3 * choice->vec) + 44 + rest
+                           : words * (3 * choice->chunks + 5 * choice->vec) + 38 + rest;
 }
 
 /* Shared memory of a block of the tiles kernels that they declare themselves. */
@@ -345,6 +380,7 @@ static int nji_block_rows(const nji_choice *choice) {
    of them, 15 of 8). A cluster too many would run alone at the end. */
 static int nji_resident_clusters(const nji_choice *choice, const nji_device_facts *facts) {
     int blocks = facts->multiprocessors * choice->blocks;
+    if (choice->alone) return 1;
     if (choice->slices > 2) blocks = blocks / 11 * 10;
     return blocks / choice->slices > 1 ? blocks / choice->slices : 1;
 }
@@ -437,7 +473,7 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
         int64_t run;
         if (nji_is_channels_first(desc, &run)) {
             nji_cut_tiles(desc, run, cols, facts->arch, choice);
-        } else if (row && !nji_cut_ring(desc, cols, facts->arch, choice)) {
+        } else if (row && !nji_cut_ring(desc, rows, cols, facts->arch, choice)) {
             nji_cut_row(desc, row, cols, facts->arch, choice);
         }
     }
@@ -448,26 +484,52 @@ static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
     return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
 }
 
+/* Makes the nth variation of a choice that leaves the bits of rows alone. Returns 0 where it is none
+   or does not fit, -1 past the last. */
+static int nji_vary_rows(const nji_device_facts *facts, int nth, nji_choice *choice) {
+    switch (nth) {
+    case 0: choice->blocks *= 2; break;
+    case 1: choice->blocks /= 2; break;
+    case 2: choice->prefetch = !choice->prefetch; break;
+    default: return -1;
+    }
+    if (nth == 2 && choice->forward) return 0;
+    return choice->blocks >= 1 &&
+           choice->blocks * choice->threads <= nji_most_resident(facts->arch);
+}
+
+/* Past 4 slices a device can hold fewer clusters than its facts tell: not tried. */
+static int nji_vary_ring(const nj_desc *desc, int64_t cols, const nji_device_facts *facts, int nth,
+                         nji_choice *choice) {
+    const nji_ring_tuning *row = nji_find_ring(desc, cols, facts->arch);
+    int slices = row->slices, workers = row->workers;
+    switch (nth) {
+    case 0: slices *= 2; break;
+    case 1: slices /= 2; break;
+    case 2: workers /= 2; break;
+    default: return -1;
+    }
+    if (choice->alone || slices < 1 || (slices > 4 && slices > row->slices)) return 0;
+    return nji_fit_ring(row, cols, facts->arch, workers, slices, choice) &&
+           choice->workers <= workers;
+}
+
 /* The default choice, then others whose rows have the same bits and that may be faster on some
    device: what NJ_TUNE_MEASURE chooses from. Returns how many there are, at most capacity. */
 static int nji_alternatives(const nj_desc *desc, int64_t rows, int64_t cols,
                             const nji_device_facts *facts, const nj_preference *pref,
                             nji_choice *out, int capacity) {
     static const char call[] = "nji_alternatives";
-    int count = 1, change;
+    int count = 1, nth, fits = 0;
     if (nji_choose(desc, rows, cols, facts, pref, &out[0], call) != NJ_OK) return 0;
-    if (out[0].family != NJI_ROWS) return 1;
-    for (change = 0; change < 3 && count < capacity; change++) {
+    for (nth = 0; fits >= 0 && count < capacity; nth++) {
         nji_choice *other = &out[count];
         *other = out[0];
-        if (change == 0) other->blocks *= 2;
-        if (change == 1) other->blocks /= 2;
-        if (change == 2) other->prefetch = !other->prefetch;
-        if (other->blocks < 1 || other->blocks * other->threads > nji_most_resident(facts->arch) ||
-            (change == 2 && other->forward)) {
-            continue;
-        }
-        if (nji_choose_parts(desc, rows, cols, facts, pref, other, call) == NJ_OK) count++;
+        if (other->family == NJI_ROWS) fits = nji_vary_rows(facts, nth, other);
+        else if (other->family == NJI_RING) fits = nji_vary_ring(desc, cols, facts, nth, other);
+        else fits = -1;
+        if (fits > 0 && nji_choose_parts(desc, rows, cols, facts, pref, other, call) == NJ_OK)
+            count++;
     }
     return count;
 }
