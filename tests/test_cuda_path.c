@@ -900,6 +900,32 @@ static void launch_carries_the_problem_to_the_callers_stream(void **state) {
     nj_ctx_destroy(ctx);
 }
 
+/* One cluster then writes the gradients itself. */
+static void few_rows_take_one_launch(void **state) {
+    static const struct {
+        int64_t rows, cols;
+        int launches;
+    } cases[] = {{16, 8192, 1}, {17, 8192, 2}, {8, 16384, 1}, {1, 768, 1}, {200, 768, 2}, {16, 128, 2}};
+    nj_ctx *ctx = cuda_ctx();
+    size_t i;
+    (void)state;
+    for (i = 0; i < COUNT_OF(cases); i++) {
+        nj_desc desc = desc_of(NJ_OP_LAYER_NORM_BACKWARD, cases[i].rows, cases[i].cols);
+        nj_plan *plan = plan_of(ctx, desc);
+        unsigned shape[12];
+        fake.reset();
+        assert_runs(plan, &desc);
+        assert_int_equal(launches(), cases[i].launches);
+        if (cases[i].launches == 1) {
+            assert_string_equal(fake.launch_name(0), "nj_ring_backward");
+            assert_true(fake.launch_shape(0, shape));
+            assert_int_equal(shape[0], plan->cuda.choice.slices);
+        }
+        nj_plan_destroy(plan);
+    }
+    nj_ctx_destroy(ctx);
+}
+
 /* The partial gradients of all blocks lie within the workspace that the plan asked for. */
 static void partial_gradients_fit_the_workspace(void **state) {
     static const int64_t lengths[] = {1, 100, 768, 5000, 20000, 300001};
@@ -1947,6 +1973,7 @@ int main(void) {
         TEST(run_launches_and_does_nothing_else),
         TEST(empty_problems_launch_only_what_has_elements_to_write),
         TEST(launch_carries_the_problem_to_the_callers_stream),
+        TEST(few_rows_take_one_launch),
         TEST(partial_gradients_fit_the_workspace),
         TEST(operands_that_the_fast_kernels_cannot_read_take_the_strided_ones),
         TEST(failed_launch_names_the_call_and_the_error),

@@ -131,7 +131,7 @@ static void check_packed_apart(const nj_desc *desc, nj_op op, const char *kernel
 
 /* ---- the tuning table ----------------------------------------------------------------------- */
 
-static const char *const family_kernel[] = {"rows", "split", "tiles", "strided"};
+static const char *const family_kernel[] = {"rows", "split", "tiles", "ring", "strided"};
 
 /* Enough rows for two blocks to take two turns or more, the last of them not full; but few of those
    that are long. */
@@ -167,6 +167,24 @@ static void every_row_of_the_tuning_table(void **state) {
     assert_true(others < (int)TUNING_ROWS / 2);
 }
 
+/* All, and with every set of gradients the kernels that do without some of the rest. */
+static void every_row_of_the_rings_table(void **state) {
+    (void)state;
+    if (bed.ctx->cuda.facts.arch < 90) {
+        print_message("skipped: rings need sm_90\n");
+        skip();
+    }
+    for (size_t r = 0; r < RING_ROWS; r++) {
+        const nji_ring_tuning *row = &nji_ring_table[r];
+        const nj_dtype dtype = row->element_bytes == 4 ? NJ_F32 : r % 2 ? NJ_F16 : NJ_BF16;
+        for (int k = 0; k < 4; k++) {
+            const int64_t cols = ring_cols(row, k & 1);
+            nj_desc desc = tuning_desc(0, dtype, k / 2 ? 2 : ring_rows(row, cols), cols);
+            check_packed_apart(&desc, NJ_OP_LAYER_NORM_BACKWARD, "ring");
+        }
+    }
+}
+
 /* ---- the other kernels ---------------------------------------------------------------------- */
 
 typedef struct shape_case {
@@ -177,10 +195,11 @@ typedef struct shape_case {
 } shape_case;
 
 static const shape_case shapes[] = {
-    {NJI_ROWS, 2, {61, 40}, 2},        {NJI_ROWS, 3, {3, 7, 1000}, 4},
+    {NJI_ROWS, 2, {61, 40}, 2},        {NJI_ROWS, 3, {3, 7, 1001}, 4},
     {NJI_TILES, 3, {3, 24, 72}, 2},    {NJI_TILES, 3, {2, 7, 33}, 2},
     {NJI_TILES, 3, {2, 300, 20}, 2},   {NJI_TILES, 3, {1, 1500, 24}, 2},
-    {NJI_STRIDED, 3, {1, 5000, 8}, 2}, {NJI_STRIDED, 4, {5, 9, 7, 11}, 10},
+    {NJI_STRIDED, 3, {1, 12500, 8}, 2}, {NJI_STRIDED, 4, {5, 9, 7, 11}, 10},
+    {NJI_RING, 2, {90, 776}, 2},       {NJI_RING, 3, {2, 60, 2088}, 4},
 };
 
 static nj_desc desc_of(const shape_case *c, nj_dtype dtype) {
@@ -191,10 +210,11 @@ static void every_family_in_every_type(void **state) {
     (void)state;
     for (size_t k = 0; k < COUNT_OF(shapes); k++) {
         for (int dtype = NJ_F16; dtype <= NJ_F64; dtype++) {
+            const int is_ring = shapes[k].family == NJI_RING; /* of some types, backward */
             const char *kernel = bed.fallback ? "strided" : family_kernel[shapes[k].family];
             const nj_desc desc = desc_of(&shapes[k], (nj_dtype)dtype);
-            check_packed_apart(&desc, NJ_OP_LAYER_NORM_FORWARD, kernel);
-            check_packed_apart(&desc, NJ_OP_LAYER_NORM_BACKWARD, kernel);
+            check_packed_apart(&desc, NJ_OP_LAYER_NORM_FORWARD, is_ring ? "" : kernel);
+            check_packed_apart(&desc, NJ_OP_LAYER_NORM_BACKWARD, is_ring ? "" : kernel);
         }
     }
 }
@@ -234,6 +254,7 @@ static void padded_outer_strides(void **state) {
 int main(void) {
     static const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_row_of_the_tuning_table),
+        cmocka_unit_test(every_row_of_the_rings_table),
         cmocka_unit_test(every_family_in_every_type),
         cmocka_unit_test(gradients_one_by_one_and_added),
         cmocka_unit_test(padded_outer_strides),
@@ -247,7 +268,7 @@ int main(void) {
     gpu_close(&present);
     failed = _cmocka_run_group_tests("kernels", tests, COUNT_OF(tests), open_cuda, close_backend);
 #ifndef HARNESS_NVRTC /* the SIMT host runs no PTX */
-    failed += _cmocka_run_group_tests("embedded PTX", tests + 1, 1, open_fallback, close_backend);
+    failed += _cmocka_run_group_tests("embedded PTX", tests + 2, 1, open_fallback, close_backend);
 #endif
     return failed > 0;
 }

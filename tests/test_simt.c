@@ -131,7 +131,7 @@ static const probe probes[] = {
     {"a warp's barrier does not order other warps",
      SETUP "s[t] = x[t]; __syncwarp(); if (first) y[t] = s[t ^ 32];", "no barrier is between", 0, 0},
     {"a warp's barrier that lacks a lane is noticed", SETUP "if (t != 3) __syncwarp();",
-     "31 for their warp, 33 have ended", 0, 0},
+     "31 for their warp, 0 at an mbarrier, 33 have ended", 0, 0},
     {"a named barrier orders those who meet there",
      SETUP "s[t] = x[t ^ 32]; meet(1 + t / 32, 32); if (first) y[t] = s[t ^ 1];", NULL, 0, 0},
     {"a named barrier does not order others",
@@ -309,6 +309,7 @@ static void shared_memory_beyond_48_kilobytes_must_be_asked_for(void **state) {
 typedef struct geometry {
     int family, vec, lanes, chunks, warps; /* warps: that share a row, of all blocks of a cluster */
     int rows, cluster, prefetch, is_exact; /* rows: of a block; cluster: its blocks */
+    int keep, alone;                       /* of a ring */
 } geometry;
 
 static geometry geometry_of(const nji_choice *c, int64_t cols) {
@@ -323,6 +324,8 @@ static geometry geometry_of(const nji_choice *c, int64_t cols) {
     g.warps = (c->lanes + 31) / 32 * g.cluster;
     g.rows = nji_block_rows(c);
     g.prefetch = c->prefetch;
+    g.keep = c->keep;
+    g.alone = c->alone;
     g.is_exact = along * c->chunks * c->slices == cols;
     return g;
 }
@@ -358,12 +361,20 @@ static const feature features[] = {
     {NJI_TILES, FIELD(vec), 2, 2, {1, 1}},       {NJI_TILES, FIELD(vec), 4, 4, {1, 1}},
     {NJI_TILES, FIELD(vec), 8, 8, {1, 1}},       {NJI_TILES, FIELD(chunks), 1, 1, {1, 1}},
     {NJI_TILES, FIELD(chunks), 2, 16, {1, 1}},   {NJI_TILES, FIELD(is_exact), 0, 0, {1, 1}},
-    {NJI_TILES, FIELD(is_exact), 1, 1, {1, 1}},
+    {NJI_TILES, FIELD(is_exact), 1, 1, {1, 1}},  {NJI_RING, FIELD(warps), 1, 1, {1, 0}},
+    {NJI_RING, FIELD(warps), 2, 8, {1, 0}},      {NJI_RING, FIELD(warps), 9, 32, {1, 0}},
+    {NJI_RING, FIELD(warps), 33, 256, {1, 0}},   {NJI_RING, FIELD(rows), 1, 1, {1, 0}},
+    {NJI_RING, FIELD(rows), 2, 4, {1, 0}},       {NJI_RING, FIELD(rows), 5, 16, {1, 0}},
+    {NJI_RING, FIELD(cluster), 1, 1, {1, 0}},    {NJI_RING, FIELD(cluster), 2, 2, {1, 0}},
+    {NJI_RING, FIELD(cluster), 4, 4, {1, 0}},    {NJI_RING, FIELD(cluster), 8, 8, {1, 0}},
+    {NJI_RING, FIELD(keep), 1, 1, {1, 0}},       {NJI_RING, FIELD(keep), 2, 2, {1, 0}},
+    {NJI_RING, FIELD(is_exact), 0, 0, {1, 0}},   {NJI_RING, FIELD(is_exact), 1, 1, {1, 0}},
+    {NJI_RING, FIELD(alone), 0, 0, {1, 0}},      {NJI_RING, FIELD(alone), 1, 1, {1, 0}},
 };
 
 static int reached[COUNT_OF(features)][2];
 
-static const char *const family_name[] = {"rows", "split", "tiles", "strided"};
+static const char *const family_name[] = {"rows", "split", "tiles", "ring", "strided"};
 
 static void note_geometry(const nji_choice *choice, int64_t cols) {
     geometry g;
@@ -412,6 +423,8 @@ typedef struct simt_case {
     { NJI_TILES, NJI_TILES }
 #define STRIDED                                                                                        \
     { NJI_STRIDED, NJI_STRIDED }
+#define RING                                                                                           \
+    { NJI_RING, NJI_ROWS }
 #define SPLIT_BACKWARD                                                                                 \
     { NJI_SPLIT, NJI_ROWS }
 
@@ -422,15 +435,22 @@ static const simt_case on_sm_90[] = {
     {"many rows in a block, all columns taken", ROWS, NJ_F32, NJ_BF16, NJ_F32, {501, 64}, 2},
     {"a warp with single elements", ROWS, NJ_F32, NJ_F32, NJ_F32, {201, 33}, 2},
     {"a warp, all columns taken", ROWS, NJ_BF16, NJ_BF16, NJ_BF16, {301, 256}, 2},
-    {"a warp with several packs", ROWS, NJ_F16, NJ_F32, NJ_F32, {75, 760}, 2},
+    {"a warp with several packs", RING, NJ_F16, NJ_F32, NJ_F32, {75, 760}, 2},
     {"a warp with packs of two doubles", ROWS, NJ_F64, NJ_F64, NJ_F64, {90, 100}, 2},
     {"doubles one by one", ROWS, NJ_F64, NJ_F32, NJ_F64, {120, 7}, 2},
-    {"two and more warps", ROWS, NJ_BF16, NJ_F32, NJ_F32, {70, 1000}, 2},
+    {"two and more warps", RING, NJ_BF16, NJ_F32, NJ_F32, {70, 1000}, 2},
     {"warps with single elements", ROWS, NJ_F16, NJ_F16, NJ_F32, {30, 1027}, 2},
-    {"warps, all columns taken", ROWS, NJ_F32, NJ_F32, NJ_F32, {30, 2048}, 2},
-    {"more than eight warps", ROWS, NJ_F16, NJ_BF16, NJ_F32, {9, 8200}, 2},
-    {"a cluster of two backward", ROWS, NJ_F32, NJ_F16, NJ_F32, {11, 8200}, 2},
-    {"a cluster of four backward", ROWS, NJ_F32, NJ_F32, NJ_F32, {7, 17000}, 2},
+    {"warps, all columns taken", RING, NJ_F32, NJ_F32, NJ_F32, {30, 2048}, 2},
+    {"more than eight warps, few rows", RING, NJ_F16, NJ_BF16, NJ_F32, {9, 8200}, 2},
+    {"three packs of each thread", RING, NJ_BF16, NJ_F32, NJ_F32, {35, 12288}, 2},
+    {"a cluster of two", RING, NJ_BF16, NJ_BF16, NJ_BF16, {70, 2056}, 2},
+    {"a cluster of four, with a warp each", RING, NJ_F16, NJ_F16, NJ_F32, {3, 1600}, 2},
+    {"one row through a cluster", RING, NJ_F32, NJ_F32, NJ_F32, {1, 4096}, 2},
+    {"a cluster of four", RING, NJ_F32, NJ_F16, NJ_F32, {11, 8200}, 2},
+    {"a cluster of eight, one row at a time", RING, NJ_BF16, NJ_F32, NJ_F32, {4, 40000}, 2},
+    {"a cluster of eight", RING, NJ_F32, NJ_F32, NJ_F32, {7, 17000}, 2},
+    {"more than eight warps", ROWS, NJ_F16, NJ_F16, NJ_F32, {5, 9001}, 2},
+    {"clusters of single elements", ROWS, NJ_F32, NJ_F32, NJ_F32, {3, 20001}, 2},
     {"a cluster of eight forward", SPLIT_BACKWARD, NJ_BF16, NJ_BF16, NJ_F32, {4, 66000}, 2},
     {"a cluster of two forward, of four backward", ROWS, NJ_F64, NJ_F64, NJ_F64, {7, 8200}, 2},
     {"a cluster of four forward, of eight backward", ROWS, NJ_F64, NJ_F64, NJ_F64, {4, 16386}, 2},
@@ -448,7 +468,7 @@ static const simt_case on_sm_90[] = {
     {"tiles of one lane", TILES, NJ_BF16, NJ_BF16, NJ_F32, {2, 1500, 24}, 2},
     {"tiles of doubles", TILES, NJ_F64, NJ_F64, NJ_F64, {2, 300, 50}, 2},
     {"tiles of columns that rows follow and precede", TILES, NJ_F32, NJ_F32, NJ_F32, {70, 20}, 1},
-    {"too many channels for tiles", STRIDED, NJ_F16, NJ_F16, NJ_F32, {2, 5000, 8}, 2},
+    {"too many channels for tiles", STRIDED, NJ_F16, NJ_F16, NJ_F32, {2, 12500, 8}, 2},
     {"columns in two axes that do not merge", STRIDED, NJ_F32, NJ_F32, NJ_F32, {5, 9, 7, 11}, 10},
     {"rows in two axes that do not merge", STRIDED, NJ_F64, NJ_F32, NJ_F64, {40, 3, 9, 2}, 5},
     {"many columns in two axes", STRIDED, NJ_BF16, NJ_F32, NJ_BF16, {37, 11, 39}, 5},
@@ -463,6 +483,9 @@ static const simt_case on_sm_80[] = {
     {"split rows, all columns taken", SPLIT, NJ_F32, NJ_F32, NJ_F32, {9, 32768}, 2},
     {"split doubles", SPLIT, NJ_F64, NJ_F64, NJ_F64, {4, 9001}, 2},
     {"halves in rows", ROWS, NJ_F16, NJ_F32, NJ_F32, {60, 300}, 2},
+    {"halves in warps with several packs", ROWS, NJ_F16, NJ_F32, NJ_F32, {75, 760}, 2},
+    {"words in two and more warps", ROWS, NJ_F32, NJ_F32, NJ_F32, {30, 2048}, 2},
+    {"halves in two and more warps", ROWS, NJ_BF16, NJ_F32, NJ_F32, {9, 4096}, 2},
     {"halves in tiles", TILES, NJ_F16, NJ_F32, NJ_F32, {2, 40, 40}, 2},
 };
 
@@ -497,10 +520,11 @@ static void note_choice(const nj_desc *like, nj_op op, nji_family ran) {
 
 /* The kernel that ends a run of a family. */
 static const char *kernel_of(nji_family family, int forward) {
-    static const char *const names[4][2] = {{"nj_rows_backward", "nj_rows_forward"},
-                                            {"nj_split_backward_write", "nj_split_forward_write"},
-                                            {"nj_tiles_backward", "nj_tiles_forward"},
-                                            {"nj_strided_backward", "nj_strided_forward"}};
+    static const char *const names[][2] = {{"nj_rows_backward", "nj_rows_forward"},
+                                           {"nj_split_backward_write", "nj_split_forward_write"},
+                                           {"nj_tiles_backward", "nj_tiles_forward"},
+                                           {"nj_ring_backward", NULL},
+                                           {"nj_strided_backward", "nj_strided_forward"}};
     return names[family][forward];
 }
 
@@ -524,7 +548,10 @@ static void a_case_is_right(void **state) {
 /* A case for each family, and for clusters; small. */
 static const simt_case families[] = {
     {"rows", ROWS, NJ_F32, NJ_F32, NJ_F32, {70, 20}, 2},
-    {"rows of several warps", ROWS, NJ_F16, NJ_F16, NJ_F32, {20, 1000}, 2},
+    {"rows of several warps", ROWS, NJ_F16, NJ_F16, NJ_F32, {20, 1001}, 2},
+    {"rings", RING, NJ_BF16, NJ_F32, NJ_F32, {120, 776}, 2},
+    {"rings in clusters", RING, NJ_F16, NJ_F16, NJ_F32, {70, 2056}, 2},
+    {"a single cluster", RING, NJ_F32, NJ_BF16, NJ_F32, {5, 1500}, 2},
     {"clusters", ROWS, NJ_F64, NJ_F64, NJ_F64, {4, 8200}, 2},
     {"split", SPLIT, NJ_F64, NJ_F64, NJ_F64, {3, 32770 * 2}, 2},
     {"tiles", TILES, NJ_BF16, NJ_BF16, NJ_F32, {3, 20, 72}, 2},

@@ -3,6 +3,7 @@
 #define TESTS_TUNING_H
 
 #define TUNING_ROWS (sizeof nji_tuning_table / sizeof nji_tuning_table[0])
+#define RING_ROWS (sizeof nji_ring_table / sizeof nji_ring_table[0])
 
 /* A descriptor of rows x cols, its columns normalized. grads: of a backward; 0 = all. */
 static inline nj_desc tuning_desc(int forward, nj_dtype dtype, int64_t rows, int64_t cols) {
@@ -57,6 +58,16 @@ static inline int64_t tuning_cols(const nji_tuning *row, nji_family family, nj_d
         }
     }
     return best;
+}
+
+/* The fewest columns of a row of the ring's table, or the most. */
+static inline int64_t ring_cols(const nji_ring_tuning *row, int is_most) {
+    return is_most ? row->max_cols : (row->min_cols + 15) / 16 * 16;
+}
+
+/* Rows too many for one cluster. */
+static inline int64_t ring_rows(const nji_ring_tuning *row, int64_t cols) {
+    return NJI_RING_LAUNCH_BYTES * NJI_RING_MOST_SLICES / (cols * 3 * row->element_bytes) + 1;
 }
 
 #endif

@@ -1,5 +1,5 @@
 /* Rooms of the SIMT host's driver: simt_cuda.c is the interface, simt_run.c runs a kernel, simt_calls.c
-   does what its threads ask for, simt_memory.c judges their accesses by the clocks of simt_clock.c. One
+   does what its threads ask for, simt_mbarrier.c what ends by itself, simt_memory.c judges their accesses by the clocks of simt_clock.c. One
    launch at a time. */
 #ifndef SIMT_ENGINE_H
 #define SIMT_ENGINE_H
@@ -50,6 +50,7 @@ typedef struct simt_signal {
 } simt_signal;
 
 void simt_signal_clear(simt_signal *signal);
+
 /* ---- simt_memory.c -------------------------------------------------------------------------- */
 
 /* A thread as far as the order of accesses goes. */
@@ -128,12 +129,14 @@ typedef enum simt_state {
     SIMT_AT_CLUSTER_BARRIER,
     SIMT_AT_WARP_BARRIER,
     SIMT_AT_EXCHANGE,
+    SIMT_AT_MBARRIER,
     SIMT_DONE,
     SIMT_STATES
 } simt_state;
 
 typedef struct simt_block simt_block;
 typedef struct simt_cluster simt_cluster;
+typedef struct simt_mbarrier simt_mbarrier;
 
 /* A copy of cp.async, from the instruction to the wait for it. */
 typedef struct simt_copy {
@@ -162,6 +165,7 @@ typedef struct simt_fiber {
     int barrier;              /* its number */
     uint32_t expected;        /* threads at that barrier */
     uint32_t cluster_arrivals, cluster_waits;
+    const simt_mbarrier *mbarrier;
     /* Its copies under way, oldest first, and its groups committed so far. */
     simt_copy *copies;
     int copy_count, copy_room;
@@ -219,5 +223,31 @@ extern const simt_host simt_calls;
 
 /* From now on each of the threads knows what all of them did. */
 void simt_order(simt_fiber *const *group, uint32_t count);
+/* Leaves all that the thread knows and did. */
+void simt_leave(simt_signal *to, simt_actor *from);
+void simt_learn(simt_actor *to, simt_clock *from);
+/* Judge an access of the current thread; how: SIMT_READ or SIMT_WRITE. */
+void simt_judge(simt_space *space, const char *memory, const void *address, size_t bytes, int how);
+void simt_judge_device(const void *address, size_t bytes, int how);
+/* The block at whose shared memory the thread aims, by an address in the cluster's window. */
+simt_block *simt_aim(unsigned address, size_t bytes);
+unsigned simt_offset_of(unsigned address);
+
+/* ---- simt_mbarrier.c ------------------------------------------------------------------------ */
+
+/* A cluster begins: it has no barriers, and nothing is under way. */
+void simt_mbarriers_begin(void);
+/* Copies that nobody waited for. */
+uint32_t simt_mbarriers_under_way(void);
+
+void simt_mbarrier_init(unsigned address, unsigned arrivals);
+/* Arrives; the phase then waits for so many bytes more. */
+void simt_mbarrier_arrive(unsigned address, int bytes);
+/* Until the phase of that parity is over. */
+void simt_mbarrier_wait(unsigned address, unsigned parity);
+/* From global memory; the barrier counts the bytes. */
+void simt_copy_bulk(unsigned to, const void *from, int bytes, unsigned barrier);
+/* A value for a block of the cluster, whose barrier counts its bytes. */
+void simt_send(unsigned to, const void *value, size_t bytes, unsigned barrier);
 
 #endif

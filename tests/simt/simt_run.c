@@ -297,9 +297,9 @@ static void report_deadlock(const simt_cluster *cluster) {
     for (i = 0; i < cluster_threads(); i++) count[cluster->fibers[i]->state]++;
     fail(SIMT_LAUNCH_FAILED,
          "block or cluster %u hangs: %u threads wait at a barrier, %u at one of the cluster, %u to "
-         "exchange within their warp, %u for their warp, %u have ended",
+         "exchange within their warp, %u for their warp, %u at an mbarrier, %u have ended",
          cluster->number, count[SIMT_AT_BARRIER], count[SIMT_AT_CLUSTER_BARRIER],
-         count[SIMT_AT_EXCHANGE], count[SIMT_AT_WARP_BARRIER], count[SIMT_DONE]);
+         count[SIMT_AT_EXCHANGE], count[SIMT_AT_WARP_BARRIER], count[SIMT_AT_MBARRIER], count[SIMT_DONE]);
 }
 
 /* Runs a cluster until its threads wait for other clusters, or have ended. */
@@ -362,6 +362,7 @@ static void begin_cluster(uint32_t number) {
     cluster->arrived = cluster->phase = 0;
     simt_signal_clear(&cluster->arriving);
     simt_clock_set(&cluster->passed, NULL);
+    simt_mbarriers_begin();
     for (rank = 0; rank < simt_now.cluster_blocks; rank++) {
         simt_block *block = &cluster->blocks[rank];
         block->cluster = cluster;
@@ -373,6 +374,11 @@ static void begin_cluster(uint32_t number) {
 
 static void end_cluster(uint32_t index) {
     simt_cluster *ended = run.clusters[index];
+    const uint32_t under_way = simt_mbarriers_under_way();
+    if (under_way > 0) {
+        fail(SIMT_LAUNCH_FAILED, "block or cluster %u ends while %u copies into it are under way",
+             ended->number, under_way);
+    }
     simt_now.in_place = NULL;
     run.clusters[index] = run.clusters[--run.running];
     run.clusters[run.running] = ended;
