@@ -466,6 +466,7 @@ static const simt_case on_sm_90[] = {
     {"tiles of many channels", TILES, NJ_F32, NJ_BF16, NJ_F32, {2, 768, 36}, 2},
     {"tiles that leave columns out", TILES, NJ_F32, NJ_F32, NJ_F32, {2, 300, 20}, 2},
     {"tiles of one lane", TILES, NJ_BF16, NJ_BF16, NJ_F32, {2, 1500, 24}, 2},
+    {"tiles of two lanes", TILES, NJ_F16, NJ_F16, NJ_F32, {2, 700, 16}, 2},
     {"tiles of doubles", TILES, NJ_F64, NJ_F64, NJ_F64, {2, 300, 50}, 2},
     {"tiles of columns that rows follow and precede", TILES, NJ_F32, NJ_F32, NJ_F32, {70, 20}, 1},
     {"too many channels for tiles", STRIDED, NJ_F16, NJ_F16, NJ_F32, {2, 12500, 8}, 2},
