@@ -108,10 +108,11 @@ static void compile(nji_jit_request *request, nji_options *options, const char *
 /* Bytes of local memory that a thread of the rows kernels may use, spills included: none where it
    covers the columns exactly. Some registers' worth where a bound must be checked for each access,
    or where the assembler of sm_120 deals with the same geometry; more in the longest rows of a
-   cluster. */
-static long most_stack(int arch, int64_t cols, const nji_choice *choice) {
+   cluster, and in tiles of doubles. */
+static long most_stack(int arch, const nj_desc *desc, int64_t cols, const nji_choice *choice) {
     int64_t covered = (int64_t)choice->slices * choice->lanes * choice->chunks * choice->vec;
-    if (choice->cluster) return 160;
+    if (choice->cluster) return choice->family == NJI_RING ? 32 : 160;
+    if (choice->family == NJI_TILES && desc->dtype == NJ_F64) return 80;
     return covered == cols && arch < 120 ? 0 : 32;
 }
 
@@ -138,7 +139,7 @@ static void compile_fast(const nj_desc *desc, int64_t cols, const nji_choice *ch
     assert_int_equal(report->kernels, choice->family == NJI_SPLIT ? 2 : 1);
     programs++;
     programs_with_stack += report->stack > 0;
-    if (report->stack > most_stack(arch, cols, choice)) {
+    if (report->stack > most_stack(arch, desc, cols, choice)) {
         print_error("%s: %ld bytes of stack, %ld of spill stores, %ld of spill loads\n", what,
                     report->stack, report->stores, report->loads);
         programs_over_budget++;
@@ -221,6 +222,36 @@ static void every_tuning_row_compiles_for_every_architecture(void **state) {
         }
         if (programs == before) print_error("row %zu of the table serves nothing\n", r);
         assert_true(programs > before);
+    }
+    assert_int_equal(programs_over_budget, 0);
+}
+
+/* At the least and the most columns of each row of the ring's table, of many rows and of few, with
+   and without dgamma and dbeta. */
+static void every_ring_compiles(void **state) {
+    size_t r;
+    int a, k;
+    (void)state;
+    begin();
+    for (r = 0; r < COUNT_OF(nji_ring_table); r++) {
+        const nji_ring_tuning *row = &nji_ring_table[r];
+        nj_dtype dtype = row->element_bytes == 2 ? NJ_BF16 : NJ_F32;
+        for (a = 0; a < arch_count; a++) {
+            for (k = 0; k < 6 && archs[a] >= 90; k++) {
+                int64_t cols = k % 2 ? row->max_cols : (row->min_cols + 7) / 8 * 8;
+                nj_desc desc = desc_of(NJ_OP_LAYER_NORM_BACKWARD, dtype, NJ_DTYPE_UNSET, cols,
+                                       k / 2 == 1 ? NJ_GRAD_DX : 0);
+                nji_choice choice;
+                kernel_report report;
+                if (k / 2 == 2) desc.shape[0] = 2;
+                choice = choose(&desc, archs[a]);
+                if (nji_most_shared(archs[a]) > 128 << 10)
+                    assert_int_equal(choice.family, NJI_RING); /* else it may not fit */
+                if (choice.family != NJI_RING) continue;
+                assert_int_equal(choice.alone, k / 2 == 2);
+                compile_fast(&desc, cols, &choice, archs[a], &report);
+            }
+        }
     }
     assert_int_equal(programs_over_budget, 0);
 }
@@ -402,6 +433,7 @@ static void embedded_ptx_assembles(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_tuning_row_compiles_for_every_architecture),
+        cmocka_unit_test(every_ring_compiles),
         cmocka_unit_test(rows_of_any_length_compile),
         cmocka_unit_test(every_set_of_gradients_and_parameters_compiles),
         cmocka_unit_test(tiles_of_any_shape_compile),
