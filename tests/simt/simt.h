@@ -32,12 +32,12 @@ typedef struct simt_host {
     void (*commit_copies)(void);
     /* Until no more than so many groups are under way; -1: nor any copy without a group. */
     void (*wait_for_copies)(int groups);
-    void (*mbarrier_init)(unsigned address, unsigned arrivals);
-    /* Arrives; the phase then waits for so many bytes more. */
-    void (*mbarrier_arrive)(unsigned address, int bytes);
-    /* Until the phase of that parity is over. */
-    void (*mbarrier_wait)(unsigned address, unsigned parity);
-    /* Runs on by itself; the barrier counts its bytes. */
+    /* Barriers that lie in shared memory (mbarrier). */
+    void (*barrier_init)(unsigned address, int arrivals);
+    void (*barrier_fence)(void);
+    void (*barrier_arrive)(unsigned address, int bytes); /* bytes: more that the phase waits for */
+    void (*barrier_wait)(unsigned address, unsigned parity);
+    /* Copies, and stores to a block of the cluster, whose bytes such a barrier counts. */
     void (*copy_bulk)(unsigned to, const void *from, int bytes, unsigned barrier);
     void (*send)(unsigned to, const void *value, size_t bytes, unsigned barrier);
     void (*wait_for_earlier_kernels)(void);

@@ -1,4 +1,5 @@
 /* What a kernel's threads ask for: accesses, barriers, copies. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -41,11 +42,26 @@ static int is_aligned(const void *address, size_t bytes) {
     return bytes > 16 || (bytes & (bytes - 1)) != 0 || (uintptr_t)address % bytes == 0;
 }
 
-void simt_judge(simt_space *space, const char *memory, const void *address, size_t bytes, int how) {
-    const simt_reason reason =
-        simt_space_access(space, address, bytes, how, &simt_now.current->actor);
-    const uint32_t thread = reason.thread % simt_now.block_threads;
-    const uint32_t block = reason.thread / simt_now.block_threads;
+static int is_of_barrier(uint32_t mark) {
+    return mark % simt_now.block_marks >= simt_now.block_marks - SIMT_BARRIERS;
+}
+
+/* Who was there before. */
+static const char *name_of(uint32_t mark) {
+    static char name[64];
+    const uint32_t block = mark / simt_now.block_marks, in_block = mark % simt_now.block_marks;
+    const uint32_t first = simt_now.block_marks - SIMT_BARRIERS;
+    const simt_cluster *cluster = simt_now.current->block->cluster;
+    if (is_of_barrier(mark))
+        snprintf(name, sizeof name, "a copy to block %u, counted by the barrier at +%u,", block,
+                 cluster->blocks[block % simt_now.cluster_blocks].barriers[in_block - first].offset);
+    else snprintf(name, sizeof name, "thread %u of block %u", in_block, block);
+    return name;
+}
+
+void simt_judge(simt_space *space, const char *memory, const void *address, size_t bytes, int how,
+                const simt_actor *actor) {
+    const simt_reason reason = simt_space_access(space, address, bytes, how, actor);
     const char *verb = how & SIMT_WRITE ? "writes" : "reads";
     const size_t at = (size_t)((const unsigned char *)address - space->begin);
     switch (reason.verdict) {
@@ -55,18 +71,21 @@ void simt_judge(simt_space *space, const char *memory, const void *address, size
                    verb, bytes, memory, at, how & SIMT_WRITE ? "write" : "read");
     case SIMT_AFTER_COPY:
         simt_fault(SIMT_ILLEGAL_ADDRESS,
-                   "%s %zu bytes of %s memory at +%zu: a copy of thread %u of block %u is under way",
-                   verb, bytes, memory, at, thread, block);
+                   "%s %zu bytes of %s memory at +%zu: %s%s is under way", verb, bytes, memory,
+                   at, is_of_barrier(reason.mark) ? "" : "a copy of ", name_of(reason.mark));
+    case SIMT_ON_BARRIER:
+        simt_fault(SIMT_ILLEGAL_ADDRESS, "%s %zu bytes of %s memory at +%zu: a barrier lies there", verb,
+                   bytes, memory, at);
     case SIMT_AFTER_WRITE:
     case SIMT_AFTER_READ:
         simt_fault(SIMT_ILLEGAL_ADDRESS,
-                   "%s %zu bytes of %s memory at +%zu: thread %u of block %u %s, no barrier is between",
-                   verb, bytes, memory, at, thread, block,
+                   "%s %zu bytes of %s memory at +%zu: %s %s, no barrier is between", verb,
+                   bytes, memory, at, name_of(reason.mark),
                    reason.verdict == SIMT_AFTER_WRITE ? "wrote it" : "read it (and maybe others)");
     }
 }
 
-void simt_judge_device(const void *address, size_t bytes, int how) {
+void simt_judge_device(const void *address, size_t bytes, int how, const simt_actor *actor) {
     simt_space *space = simt_memory_find(address, bytes);
     if (!space) {
         simt_fault(SIMT_ILLEGAL_ADDRESS, "%s %zu bytes at %p: no memory of the device",
@@ -74,7 +93,7 @@ void simt_judge_device(const void *address, size_t bytes, int how) {
     }
     if (!simt_now.current->has_waited)
         simt_fault(SIMT_LAUNCH_FAILED, "touches device memory before it waits for earlier kernels");
-    simt_judge(space, "device", address, bytes, how);
+    simt_judge(space, "device", address, bytes, how, actor);
 }
 
 static void on_access(const void *address, size_t bytes, int writes) {
@@ -84,8 +103,8 @@ static void on_access(const void *address, size_t bytes, int writes) {
     if (!is_aligned(address, bytes))
         simt_fault(SIMT_MISALIGNED_ADDRESS, "touches %zu bytes at %p", bytes, address);
     if (simt_space_holds(&f->block->space, address, bytes))
-        simt_judge(&f->block->space, "shared", address, bytes, writes);
-    else simt_judge_device(address, bytes, writes);
+        simt_judge(&f->block->space, "shared", address, bytes, writes, &f->actor);
+    else simt_judge_device(address, bytes, writes, &f->actor);
 }
 
 /* ---- barriers and exchange ------------------------------------------------------------------ */
@@ -169,8 +188,8 @@ simt_block *simt_aim(unsigned address, size_t bytes) {
         simt_fault(SIMT_LAUNCH_FAILED, "aims at block %u of its cluster, which may not have begun",
                    rank);
     }
-    if (there != here && there->fibers[0]->state == SIMT_DONE)
-        simt_fault(SIMT_LAUNCH_FAILED, "aims at block %u of its cluster, which may have ended", rank);
+    if (there->alive == 0)
+        simt_fault(SIMT_ILLEGAL_ADDRESS, "aims at block %u of its cluster, which has ended", rank);
     if (!is_aligned(there->space.begin + simt_offset_of(address), bytes))
         simt_fault(SIMT_MISALIGNED_ADDRESS, "touches %zu bytes of shared memory at +%u", bytes,
                    simt_offset_of(address));
@@ -180,7 +199,7 @@ simt_block *simt_aim(unsigned address, size_t bytes) {
 static void on_store_cluster(unsigned address, const void *value, size_t bytes) {
     simt_block *there = simt_aim(address, bytes);
     simt_judge(&there->space, "its cluster's shared", there->space.begin + simt_offset_of(address), bytes,
-          SIMT_WRITE);
+               SIMT_WRITE, &simt_now.current->actor);
     memcpy(simt_shared_of(there) + simt_offset_of(address), value, bytes);
 }
 
@@ -202,14 +221,14 @@ static void on_copy(unsigned to, const void *from, int bytes, int filled) {
     if (block != f->block) simt_fault(SIMT_ILLEGAL_ADDRESS, "copies to another block");
     if (filled < 0 || filled > bytes || !is_aligned(from, (size_t)bytes))
         simt_fault(SIMT_MISALIGNED_ADDRESS, "copies %d of %d bytes from %p", filled, bytes, from);
-    if (filled) simt_judge_device(from, (size_t)filled, SIMT_READ);
+    if (filled) simt_judge_device(from, (size_t)filled, SIMT_READ, &f->actor);
     copy = new_copy(f);
     copy->to = block->space.begin + simt_offset_of(to);
     copy->from = from;
     copy->bytes = (size_t)bytes;
     copy->filled = (size_t)filled;
     copy->group = f->group;
-    simt_judge(&block->space, "shared", copy->to, copy->bytes, SIMT_WRITE);
+    simt_judge(&block->space, "shared", copy->to, copy->bytes, SIMT_WRITE, &f->actor);
     simt_space_date(&block->space, copy->to, copy->bytes, f->actor.thread, SIMT_UNDER_WAY);
 }
 
@@ -258,9 +277,10 @@ const simt_host simt_calls = {on_access,
                               on_copy,
                               on_commit_copies,
                               on_wait_for_copies,
-                              simt_mbarrier_init,
-                              simt_mbarrier_arrive,
-                              simt_mbarrier_wait,
+                              simt_barrier_init,
+                              simt_barrier_fence,
+                              simt_barrier_arrive,
+                              simt_barrier_wait,
                               simt_copy_bulk,
                               simt_send,
                               on_wait_for_earlier_kernels,

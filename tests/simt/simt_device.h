@@ -9,8 +9,6 @@
 #include "simt.h"
 
 #define SIMT_EXPORT extern "C" __attribute__((visibility("default")))
-// Others may write shared memory meanwhile: the compiler must not carry it over in registers.
-#define SIMT_MEANWHILE __asm__ volatile("" ::: "memory")
 // Neither instrumented nor inlined into what is.
 #define SIMT_PLAIN static __attribute__((noinline, unused, no_sanitize("thread")))
 #define SIMT_CALLED extern "C" __attribute__((noinline, no_sanitize("thread")))
@@ -117,19 +115,15 @@ __attribute__((const)) SIMT_PLAIN simt_index simt_grid_extent() {
 #define gridDim simt_grid_extent()
 
 SIMT_PLAIN void __syncthreads() {
-    SIMT_MEANWHILE;
     simt_this.host->barrier(0, 0, 0);
 }
 SIMT_PLAIN int __syncthreads_and(int predicate) {
-    SIMT_MEANWHILE;
     return simt_this.host->barrier(0, 0, predicate);
 }
 SIMT_PLAIN void ptx_bar_sync(int number, unsigned threads) {
-    SIMT_MEANWHILE;
     simt_this.host->barrier(number, threads, 0);
 }
 SIMT_PLAIN void __syncwarp(unsigned mask = 0xffffffffu) {
-    SIMT_MEANWHILE;
     simt_this.host->warp_barrier(mask);
 }
 
@@ -137,7 +131,6 @@ template <typename T> SIMT_PLAIN T simt_exchange(T value, unsigned lane) {
     unsigned long long word = 0;
     static_assert(sizeof value <= sizeof word, "one register or two");
     __builtin_memcpy(&word, &value, sizeof value);
-    SIMT_MEANWHILE;
     word = simt_this.host->exchange(word, lane);
     __builtin_memcpy(&value, &word, sizeof value);
     return value;
@@ -253,76 +246,69 @@ template <typename T> SIMT_PLAIN T __ldcg(const T *from) {
 
 #if __CUDA_ARCH__ >= 800
 SIMT_PLAIN void ptx_cp_async_ca_shared_global(unsigned to, simt_global from, int bytes, int filled) {
-    SIMT_MEANWHILE;
     simt_this.host->copy(to, from.at, bytes == 4 || bytes == 8 || bytes == 16 ? bytes : 0, filled);
 }
 SIMT_PLAIN void ptx_cp_async_ca_shared_global(unsigned to, simt_global from, int bytes) {
     ptx_cp_async_ca_shared_global(to, from, bytes, bytes);
 }
 SIMT_PLAIN void ptx_cp_async_cg_shared_global(unsigned to, simt_global from, int bytes, int filled) {
-    SIMT_MEANWHILE;
     simt_this.host->copy(to, from.at, bytes == 16 ? bytes : 0, filled);
 }
 SIMT_PLAIN void ptx_cp_async_cg_shared_global(unsigned to, simt_global from, int bytes) {
     ptx_cp_async_cg_shared_global(to, from, bytes, bytes);
 }
 SIMT_PLAIN void ptx_cp_async_commit_group() {
-    SIMT_MEANWHILE;
     simt_this.host->commit_copies();
 }
 SIMT_PLAIN void ptx_cp_async_wait_group(int groups) {
-    SIMT_MEANWHILE;
     simt_this.host->wait_for_copies(groups);
 }
 SIMT_PLAIN void ptx_cp_async_wait_all() {
-    SIMT_MEANWHILE;
     simt_this.host->wait_for_copies(-1);
 }
 #endif
 
-// ---- mbarriers ----------------------------------------------------------------------------------
+// ---- barriers in shared memory, and what they count ---------------------------------------------
 
 #if __CUDA_ARCH__ >= 900
 typedef bool simt_reg_pred;
 
-SIMT_PLAIN void ptx_selp_u32(unsigned &to, unsigned a, unsigned b, simt_reg_pred p) {
-    to = p ? a : b;
+SIMT_PLAIN void ptx_selp_u32(unsigned &to, unsigned a, unsigned b, bool first) {
+    to = first ? a : b;
 }
-SIMT_PLAIN void ptx_mbarrier_init_shared__cta_b64(unsigned at, unsigned arrivals) {
-    SIMT_MEANWHILE;
-    simt_this.host->mbarrier_init(at, arrivals);
+
+SIMT_PLAIN void ptx_mbarrier_init_shared__cta_b64(unsigned at, int arrivals) {
+    simt_this.host->barrier_init(at, arrivals);
 }
 SIMT_PLAIN void ptx_fence_mbarrier_init_release_cluster() {
-}
-SIMT_PLAIN void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(unsigned at, int bytes) {
-    SIMT_MEANWHILE;
-    simt_this.host->mbarrier_arrive(at, bytes);
+    simt_this.host->barrier_fence();
 }
 SIMT_PLAIN void ptx_mbarrier_arrive_shared__cta_b64(unsigned at) {
-    SIMT_MEANWHILE;
-    simt_this.host->mbarrier_arrive(at, 0);
+    simt_this.host->barrier_arrive(at, 0);
 }
-SIMT_PLAIN void ptx_mbarrier_try_wait_parity_shared__cta_b64(simt_reg_pred &done, unsigned at,
-                                                             unsigned parity) {
-    SIMT_MEANWHILE;
-    simt_this.host->mbarrier_wait(at, parity);
+SIMT_PLAIN void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(unsigned at, int bytes) {
+    simt_this.host->barrier_arrive(at, bytes);
+}
+// It may wait as long as it likes: here, until the phase has ended.
+SIMT_PLAIN void ptx_mbarrier_try_wait_parity_shared__cta_b64(bool &done, unsigned at, unsigned parity) {
+    simt_this.host->barrier_wait(at, parity);
     done = true;
 }
+
 SIMT_PLAIN void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(
     unsigned to, simt_global from, int bytes, unsigned barrier) {
-    SIMT_MEANWHILE;
     simt_this.host->copy_bulk(to, from.at, bytes, barrier);
 }
-SIMT_PLAIN void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_f32(
-    unsigned to, float a, float b, unsigned barrier) {
+SIMT_PLAIN void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_f32(unsigned to, float a,
+                                                                                      float b,
+                                                                                      unsigned barrier) {
     const float value[2] = {a, b};
-    SIMT_MEANWHILE;
     simt_this.host->send(to, value, sizeof value, barrier);
 }
-SIMT_PLAIN void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_f64(
-    unsigned to, double a, double b, unsigned barrier) {
+SIMT_PLAIN void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_f64(unsigned to, double a,
+                                                                                      double b,
+                                                                                      unsigned barrier) {
     const double value[2] = {a, b};
-    SIMT_MEANWHILE;
     simt_this.host->send(to, value, sizeof value, barrier);
 }
 #endif
@@ -330,11 +316,9 @@ SIMT_PLAIN void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v
 // ---- clusters, dependent launch, prefetch -------------------------------------------------------
 
 SIMT_PLAIN void ptx_barrier_cluster_arrive_release_aligned() {
-    SIMT_MEANWHILE;
     simt_this.host->cluster_arrive();
 }
 SIMT_PLAIN void ptx_barrier_cluster_wait_acquire_aligned() {
-    SIMT_MEANWHILE;
     simt_this.host->cluster_wait();
 }
 
@@ -342,11 +326,9 @@ SIMT_PLAIN void ptx_mapa_shared__cluster_u32(unsigned &there, unsigned here, int
     there = (here & ((1u << SIMT_RANK_SHIFT) - 1)) | (unsigned)rank << SIMT_RANK_SHIFT;
 }
 SIMT_PLAIN void ptx_st_shared__cluster_f32(unsigned address, float value) {
-    SIMT_MEANWHILE;
     simt_this.host->store_cluster(address, &value, sizeof value);
 }
 SIMT_PLAIN void ptx_st_shared__cluster_f64(unsigned address, double value) {
-    SIMT_MEANWHILE;
     simt_this.host->store_cluster(address, &value, sizeof value);
 }
 
