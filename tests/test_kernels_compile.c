@@ -183,7 +183,8 @@ static int is_served_by(const nji_tuning *row, const nj_desc *desc, int arch) {
     nji_device_facts facts;
     memset(&facts, 0, sizeof facts);
     facts.arch = arch;
-    return nji_find_tuning(desc, row->forward, desc->shape[1], &facts) == row;
+    return nji_find_tuning(desc, row->forward, desc->shape[1], nji_vec_of(desc, desc->shape[1]),
+                           &facts) == row;
 }
 
 /* A descriptor that this row of the table serves: at the most columns that it keeps in one block,
