@@ -6355,7 +6355,7 @@ static const char *const nji_program_tiles[] = {
     "}\n",
     "#endif\n",
     NULL};
-#define NJI_PROGRAM_RING_HASH 0x5f6cd3b9795e0875ull
+#define NJI_PROGRAM_RING_HASH 0xc902f3ed41e3f5eeull
 static const char *const nji_program_ring[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -6872,6 +6872,7 @@ static const char *const nji_program_ring[] = {
     "else nji_team_sync(place.team, NJI_LANES);\n",
     "}\n",
     "NJI_INLINE void nji_row_means(const nji_place &place, nji_real &a, nji_real &b, int round) {\n",
+    "if (NJI_WARPS == 1 || NJI_SLICES > 1) __syncwarp();\n",
     "nji_real mine = nji_lanes_sum_split<32>(a, b);\n",
     "#if NJI_SENDERS > 1\n",
     "nji_real(*slots)[2] = nji_exchange[round & 1][place.team];\n",

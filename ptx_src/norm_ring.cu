@@ -196,6 +196,8 @@ NJI_INLINE void nji_meet(const nji_place &place) {
 // counts the rows. Two halves of the exchange take turns: none is written before all have read it,
 // since every warp sends its next sums only after that.
 NJI_INLINE void nji_row_means(const nji_place &place, nji_real &a, nji_real &b, int round) {
+    // One lane tells others that all have read: an exchange of values alone does not order reads.
+    if (NJI_WARPS == 1 || NJI_SLICES > 1) __syncwarp();
     nji_real mine = nji_lanes_sum_split<32>(a, b);
 #if NJI_SENDERS > 1
     nji_real(*slots)[2] = nji_exchange[round & 1][place.team];

@@ -363,7 +363,7 @@ static const feature features[] = {
 
 static int reached[COUNT_OF(features)][2];
 
-static const char *const family_name[] = {"rows", "split", "tiles", "strided"};
+static const char *const family_name[] = {"rows", "split", "tiles", "ring", "strided"};
 
 static void note_geometry(const nji_choice *choice, int64_t cols) {
     geometry g;
@@ -497,9 +497,10 @@ static void note_choice(const nj_desc *like, nj_op op, nji_family ran) {
 
 /* The kernel that ends a run of a family. */
 static const char *kernel_of(nji_family family, int forward) {
-    static const char *const names[4][2] = {{"nj_rows_backward", "nj_rows_forward"},
+    static const char *const names[5][2] = {{"nj_rows_backward", "nj_rows_forward"},
                                             {"nj_split_backward_write", "nj_split_forward_write"},
                                             {"nj_tiles_backward", "nj_tiles_forward"},
+                                            {"nj_ring_backward", NULL},
                                             {"nj_strided_backward", "nj_strided_forward"}};
     return names[family][forward];
 }

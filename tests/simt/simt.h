@@ -32,6 +32,14 @@ typedef struct simt_host {
     void (*commit_copies)(void);
     /* Until no more than so many groups are under way; -1: nor any copy without a group. */
     void (*wait_for_copies)(int groups);
+    /* Barriers that lie in shared memory (mbarrier). */
+    void (*barrier_init)(unsigned address, int arrivals);
+    void (*barrier_fence)(void);
+    void (*barrier_arrive)(unsigned address, int bytes); /* bytes: more that the phase waits for */
+    void (*barrier_wait)(unsigned address, unsigned parity);
+    /* Copies, and stores to a block of the cluster, whose bytes such a barrier counts. */
+    void (*copy_bulk)(unsigned to, const void *from, int bytes, unsigned barrier);
+    void (*send)(unsigned to, const void *value, size_t bytes, unsigned barrier);
     void (*wait_for_earlier_kernels)(void);
     void (*prefetch)(unsigned long long address, long long bytes);
 } simt_host;

@@ -1,4 +1,5 @@
 /* What a kernel's threads ask for: accesses, barriers, copies. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -22,8 +23,7 @@ void simt_order(simt_fiber *const *group, uint32_t count) {
     simt_clock_drop(clock);
 }
 
-/* Leaves all that the thread knows and did. */
-static void leave(simt_signal *to, simt_actor *from) {
+void simt_leave(simt_signal *to, simt_actor *from) {
     from->now = ++simt_now.time;
     if (!to->latest || to->latest != from->clock) {
         simt_clock_set(&to->clock, simt_clock_join(to->clock, from->clock));
@@ -32,7 +32,7 @@ static void leave(simt_signal *to, simt_actor *from) {
     simt_clock_put(&to->clock, from->thread, from->now);
 }
 
-static void learn(simt_actor *to, simt_clock *from) {
+void simt_learn(simt_actor *to, simt_clock *from) {
     simt_clock_set(&to->clock, simt_clock_join(to->clock, from));
 }
 
@@ -42,11 +42,26 @@ static int is_aligned(const void *address, size_t bytes) {
     return bytes > 16 || (bytes & (bytes - 1)) != 0 || (uintptr_t)address % bytes == 0;
 }
 
-static void judge(simt_space *space, const char *memory, const void *address, size_t bytes, int how) {
-    const simt_reason reason =
-        simt_space_access(space, address, bytes, how, &simt_now.current->actor);
-    const uint32_t thread = reason.thread % simt_now.block_threads;
-    const uint32_t block = reason.thread / simt_now.block_threads;
+static int is_of_barrier(uint32_t mark) {
+    return mark % simt_now.block_marks >= simt_now.block_marks - SIMT_BARRIERS;
+}
+
+/* Who was there before. */
+static const char *name_of(uint32_t mark) {
+    static char name[64];
+    const uint32_t block = mark / simt_now.block_marks, in_block = mark % simt_now.block_marks;
+    const uint32_t first = simt_now.block_marks - SIMT_BARRIERS;
+    const simt_cluster *cluster = simt_now.current->block->cluster;
+    if (is_of_barrier(mark))
+        snprintf(name, sizeof name, "a copy to block %u, counted by the barrier at +%u,", block,
+                 cluster->blocks[block % simt_now.cluster_blocks].barriers[in_block - first].offset);
+    else snprintf(name, sizeof name, "thread %u of block %u", in_block, block);
+    return name;
+}
+
+void simt_judge(simt_space *space, const char *memory, const void *address, size_t bytes, int how,
+                const simt_actor *actor) {
+    const simt_reason reason = simt_space_access(space, address, bytes, how, actor);
     const char *verb = how & SIMT_WRITE ? "writes" : "reads";
     const size_t at = (size_t)((const unsigned char *)address - space->begin);
     switch (reason.verdict) {
@@ -56,18 +71,21 @@ static void judge(simt_space *space, const char *memory, const void *address, si
                    verb, bytes, memory, at, how & SIMT_WRITE ? "write" : "read");
     case SIMT_AFTER_COPY:
         simt_fault(SIMT_ILLEGAL_ADDRESS,
-                   "%s %zu bytes of %s memory at +%zu: a copy of thread %u of block %u is under way",
-                   verb, bytes, memory, at, thread, block);
+                   "%s %zu bytes of %s memory at +%zu: %s%s is under way", verb, bytes, memory,
+                   at, is_of_barrier(reason.mark) ? "" : "a copy of ", name_of(reason.mark));
+    case SIMT_ON_BARRIER:
+        simt_fault(SIMT_ILLEGAL_ADDRESS, "%s %zu bytes of %s memory at +%zu: a barrier lies there", verb,
+                   bytes, memory, at);
     case SIMT_AFTER_WRITE:
     case SIMT_AFTER_READ:
         simt_fault(SIMT_ILLEGAL_ADDRESS,
-                   "%s %zu bytes of %s memory at +%zu: thread %u of block %u %s, no barrier is between",
-                   verb, bytes, memory, at, thread, block,
+                   "%s %zu bytes of %s memory at +%zu: %s %s, no barrier is between", verb,
+                   bytes, memory, at, name_of(reason.mark),
                    reason.verdict == SIMT_AFTER_WRITE ? "wrote it" : "read it (and maybe others)");
     }
 }
 
-static void judge_device(const void *address, size_t bytes, int how) {
+void simt_judge_device(const void *address, size_t bytes, int how, const simt_actor *actor) {
     simt_space *space = simt_memory_find(address, bytes);
     if (!space) {
         simt_fault(SIMT_ILLEGAL_ADDRESS, "%s %zu bytes at %p: no memory of the device",
@@ -75,7 +93,7 @@ static void judge_device(const void *address, size_t bytes, int how) {
     }
     if (!simt_now.current->has_waited)
         simt_fault(SIMT_LAUNCH_FAILED, "touches device memory before it waits for earlier kernels");
-    judge(space, "device", address, bytes, how);
+    simt_judge(space, "device", address, bytes, how, actor);
 }
 
 static void on_access(const void *address, size_t bytes, int writes) {
@@ -85,8 +103,8 @@ static void on_access(const void *address, size_t bytes, int writes) {
     if (!is_aligned(address, bytes))
         simt_fault(SIMT_MISALIGNED_ADDRESS, "touches %zu bytes at %p", bytes, address);
     if (simt_space_holds(&f->block->space, address, bytes))
-        judge(&f->block->space, "shared", address, bytes, writes);
-    else judge_device(address, bytes, writes);
+        simt_judge(&f->block->space, "shared", address, bytes, writes, &f->actor);
+    else simt_judge_device(address, bytes, writes, &f->actor);
 }
 
 /* ---- barriers and exchange ------------------------------------------------------------------ */
@@ -114,7 +132,7 @@ static void on_cluster_arrive(void) {
     uint32_t i;
     if (f->cluster_arrivals++ != f->cluster_waits)
         simt_fault(SIMT_LAUNCH_FAILED, "arrives at the cluster's barrier before it waits there");
-    leave(&cluster->arriving, &f->actor);
+    simt_leave(&cluster->arriving, &f->actor);
     if (++cluster->arrived < threads) return;
     simt_clock_set(&cluster->passed, simt_clock_hold(cluster->arriving.clock));
     simt_signal_clear(&cluster->arriving);
@@ -131,7 +149,7 @@ static void on_cluster_wait(void) {
     if (++f->cluster_waits != f->cluster_arrivals)
         simt_fault(SIMT_LAUNCH_FAILED, "waits at the cluster's barrier before it arrives there");
     if (cluster->phase < f->cluster_waits) simt_wait(SIMT_AT_CLUSTER_BARRIER);
-    learn(&f->actor, cluster->passed);
+    simt_learn(&f->actor, cluster->passed);
 }
 
 static unsigned long long on_exchange(unsigned long long value, unsigned lane) {
@@ -154,34 +172,35 @@ static unsigned on_shared_address(const void *address) {
            (unsigned)((const unsigned char *)address - block->space.begin);
 }
 
-static unsigned offset_of(unsigned address) {
+unsigned simt_offset_of(unsigned address) {
     return address & ((1u << SIMT_RANK_SHIFT) - 1);
 }
 
-/* The block at whose shared memory the thread aims. */
-static simt_block *aim(unsigned address, size_t bytes) {
+simt_block *simt_aim(unsigned address, size_t bytes) {
     const simt_block *here = simt_now.current->block;
     const unsigned rank = address >> SIMT_RANK_SHIFT;
     simt_block *there = &here->cluster->blocks[rank % SIMT_CLUSTER];
-    if (rank >= simt_now.cluster_blocks || offset_of(address) + bytes > there->space.bytes) {
-        simt_fault(SIMT_ILLEGAL_ADDRESS, "aims at +%u of block %u of its cluster", offset_of(address),
+    if (rank >= simt_now.cluster_blocks || simt_offset_of(address) + bytes > there->space.bytes) {
+        simt_fault(SIMT_ILLEGAL_ADDRESS, "aims at +%u of block %u of its cluster", simt_offset_of(address),
                    rank);
     }
     if (there != here && simt_now.current->cluster_waits == 0) {
         simt_fault(SIMT_LAUNCH_FAILED, "aims at block %u of its cluster, which may not have begun",
                    rank);
     }
-    if (!is_aligned(there->space.begin + offset_of(address), bytes))
+    if (there->alive == 0)
+        simt_fault(SIMT_ILLEGAL_ADDRESS, "aims at block %u of its cluster, which has ended", rank);
+    if (!is_aligned(there->space.begin + simt_offset_of(address), bytes))
         simt_fault(SIMT_MISALIGNED_ADDRESS, "touches %zu bytes of shared memory at +%u", bytes,
-                   offset_of(address));
+                   simt_offset_of(address));
     return there;
 }
 
 static void on_store_cluster(unsigned address, const void *value, size_t bytes) {
-    simt_block *there = aim(address, bytes);
-    judge(&there->space, "its cluster's shared", there->space.begin + offset_of(address), bytes,
-          SIMT_WRITE);
-    memcpy(simt_shared_of(there) + offset_of(address), value, bytes);
+    simt_block *there = simt_aim(address, bytes);
+    simt_judge(&there->space, "its cluster's shared", there->space.begin + simt_offset_of(address), bytes,
+               SIMT_WRITE, &simt_now.current->actor);
+    memcpy(simt_shared_of(there) + simt_offset_of(address), value, bytes);
 }
 
 /* ---- copies that a thread waits for --------------------------------------------------------- */
@@ -197,19 +216,19 @@ static simt_copy *new_copy(simt_fiber *f) {
 /* Its bytes arrive only when the thread waits: then a source that has changed shows, too. */
 static void on_copy(unsigned to, const void *from, int bytes, int filled) {
     simt_fiber *f = simt_now.current;
-    simt_block *block = aim(to, (size_t)bytes);
+    simt_block *block = simt_aim(to, (size_t)bytes);
     simt_copy *copy;
     if (block != f->block) simt_fault(SIMT_ILLEGAL_ADDRESS, "copies to another block");
     if (filled < 0 || filled > bytes || !is_aligned(from, (size_t)bytes))
         simt_fault(SIMT_MISALIGNED_ADDRESS, "copies %d of %d bytes from %p", filled, bytes, from);
-    if (filled) judge_device(from, (size_t)filled, SIMT_READ);
+    if (filled) simt_judge_device(from, (size_t)filled, SIMT_READ, &f->actor);
     copy = new_copy(f);
-    copy->to = block->space.begin + offset_of(to);
+    copy->to = block->space.begin + simt_offset_of(to);
     copy->from = from;
     copy->bytes = (size_t)bytes;
     copy->filled = (size_t)filled;
     copy->group = f->group;
-    judge(&block->space, "shared", copy->to, copy->bytes, SIMT_WRITE);
+    simt_judge(&block->space, "shared", copy->to, copy->bytes, SIMT_WRITE, &f->actor);
     simt_space_date(&block->space, copy->to, copy->bytes, f->actor.thread, SIMT_UNDER_WAY);
 }
 
@@ -258,5 +277,11 @@ const simt_host simt_calls = {on_access,
                               on_copy,
                               on_commit_copies,
                               on_wait_for_copies,
+                              simt_barrier_init,
+                              simt_barrier_fence,
+                              simt_barrier_arrive,
+                              simt_barrier_wait,
+                              simt_copy_bulk,
+                              simt_send,
                               on_wait_for_earlier_kernels,
                               on_prefetch};

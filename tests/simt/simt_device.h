@@ -268,6 +268,51 @@ SIMT_PLAIN void ptx_cp_async_wait_all() {
 }
 #endif
 
+// ---- barriers in shared memory, and what they count ---------------------------------------------
+
+#if __CUDA_ARCH__ >= 900
+typedef bool simt_reg_pred;
+
+SIMT_PLAIN void ptx_selp_u32(unsigned &to, unsigned a, unsigned b, bool first) {
+    to = first ? a : b;
+}
+
+SIMT_PLAIN void ptx_mbarrier_init_shared__cta_b64(unsigned at, int arrivals) {
+    simt_this.host->barrier_init(at, arrivals);
+}
+SIMT_PLAIN void ptx_fence_mbarrier_init_release_cluster() {
+    simt_this.host->barrier_fence();
+}
+SIMT_PLAIN void ptx_mbarrier_arrive_shared__cta_b64(unsigned at) {
+    simt_this.host->barrier_arrive(at, 0);
+}
+SIMT_PLAIN void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(unsigned at, int bytes) {
+    simt_this.host->barrier_arrive(at, bytes);
+}
+// It may wait as long as it likes: here, until the phase has ended.
+SIMT_PLAIN void ptx_mbarrier_try_wait_parity_shared__cta_b64(bool &done, unsigned at, unsigned parity) {
+    simt_this.host->barrier_wait(at, parity);
+    done = true;
+}
+
+SIMT_PLAIN void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(
+    unsigned to, simt_global from, int bytes, unsigned barrier) {
+    simt_this.host->copy_bulk(to, from.at, bytes, barrier);
+}
+SIMT_PLAIN void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_f32(unsigned to, float a,
+                                                                                      float b,
+                                                                                      unsigned barrier) {
+    const float value[2] = {a, b};
+    simt_this.host->send(to, value, sizeof value, barrier);
+}
+SIMT_PLAIN void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_f64(unsigned to, double a,
+                                                                                      double b,
+                                                                                      unsigned barrier) {
+    const double value[2] = {a, b};
+    simt_this.host->send(to, value, sizeof value, barrier);
+}
+#endif
+
 // ---- clusters, dependent launch, prefetch -------------------------------------------------------
 
 SIMT_PLAIN void ptx_barrier_cluster_arrive_release_aligned() {

@@ -10,9 +10,10 @@ enum { MAY_READ = 1, MAY_WRITE = 2, CELL = 2 /* bytes: no element is smaller */ 
 
 #define MOST_BYTES ((size_t)256 << 20)
 
-/* The latest write and the reads since. Times below a space's start mean never. */
+/* The latest write and the reads since, with the mark of who did it. Times below a space's start mean
+   never. */
 struct simt_cell {
-    uint32_t writer, written; /* thread and its time */
+    uint32_t writer, written; /* mark and its time */
     uint32_t reader, read;
     uint32_t readers : 31; /* of several that know nothing of each other: 1 + their index in `sets` */
     uint32_t is_strong : 1;
@@ -166,9 +167,9 @@ void simt_memory_open(const simt_object *object, const nji_problem *p, int is_fo
 
 /* ---- the order of accesses ------------------------------------------------------------------ */
 
-static int is_over(uint32_t thread, uint32_t time, const simt_actor *actor) {
-    if (time == SIMT_UNDER_WAY) return 0;
-    return thread == actor->thread || simt_clock_knows(actor->clock, thread, time);
+static int is_over(uint32_t mark, uint32_t time, const simt_actor *actor) {
+    if (time >= SIMT_IS_BARRIER) return 0;
+    return mark == actor->thread || simt_clock_knows(actor->clock, mark, time);
 }
 
 /* An index of a set, which is empty. */
@@ -191,6 +192,7 @@ static simt_verdict judge_write_before(const simt_cell *cell, uint32_t start, in
                                        const simt_actor *actor) {
     if (cell->written < start || is_over(cell->writer, cell->written, actor)) return SIMT_FINE;
     if (cell->is_strong && (how & SIMT_STRONG)) return SIMT_FINE;
+    if (cell->written == SIMT_IS_BARRIER) return SIMT_ON_BARRIER;
     return cell->written == SIMT_UNDER_WAY ? SIMT_AFTER_COPY : SIMT_AFTER_WRITE;
 }
 
@@ -216,8 +218,8 @@ static void note_read(simt_cell *cell, uint32_t start, const simt_actor *actor) 
         cell->readers = new_set() + 1;
         simt_clock_put(&sets[cell->readers - 1], cell->reader, cell->read);
     }
-    if (cell->readers) simt_clock_put(&sets[cell->readers - 1], actor->thread, actor->now);
-    cell->reader = actor->thread;
+    if (cell->readers) simt_clock_put(&sets[cell->readers - 1], actor->mark, actor->now);
+    cell->reader = actor->mark;
     cell->read = actor->now;
 }
 
@@ -225,7 +227,7 @@ static void note_write(simt_cell *cell, uint32_t start, int how, const simt_acto
     if (cell->read >= start) forget_readers(cell);
     cell->readers = 0;
     cell->read = 0;
-    cell->writer = actor->thread;
+    cell->writer = actor->mark;
     cell->written = actor->now;
     cell->is_strong = (how & SIMT_STRONG) != 0;
 }
@@ -256,17 +258,17 @@ simt_reason simt_space_access(simt_space *space, const void *address, size_t byt
         simt_cell *cell = &space->cells[i];
         const int is_noted = !space->may || (space->may[i * CELL] & MAY_WRITE);
         reason.verdict = judge(cell, space->start, how, is_noted, actor);
-        reason.thread = reason.verdict == SIMT_AFTER_READ ? cell->reader : cell->writer;
+        reason.mark = reason.verdict == SIMT_AFTER_READ ? cell->reader : cell->writer;
     }
     return reason;
 }
 
-void simt_space_date(simt_space *space, const void *address, size_t bytes, uint32_t thread,
+void simt_space_date(simt_space *space, const void *address, size_t bytes, uint32_t mark,
                      uint32_t time) {
     const size_t first = (size_t)((const unsigned char *)address - space->begin);
     size_t i;
     for (i = first / CELL; i < cells_of(first + bytes); i++) {
-        space->cells[i].writer = thread;
+        space->cells[i].writer = mark;
         space->cells[i].written = time;
     }
 }

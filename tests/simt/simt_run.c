@@ -66,6 +66,7 @@ static void resume(simt_fiber *f) {
         setcontext(&f->begin);
     }
     enter_stack(run.shadow, NULL, NULL);
+    if (f->state == SIMT_DONE) f->block->alive--;
 }
 
 /* Back to the scheduler; returns when the fiber is resumed. */
@@ -134,7 +135,7 @@ static void renew(simt_fiber *f) {
 
 /* ---- faults --------------------------------------------------------------------------------- */
 
-static void fail(int result, const char *format, ...) {
+void simt_fail(int result, const char *format, ...) {
     va_list list;
     int length = snprintf(run.fault, run.fault_size, "%s: ", simt_now.launch->name);
     va_start(list, format);
@@ -150,7 +151,7 @@ void simt_fault(int result, const char *format, ...) {
     va_start(list, format);
     vsnprintf(what, sizeof what, format, list);
     va_end(list);
-    fail(result, "thread %u of block (%u, %u) %s", f->number, f->place.block.x, f->place.block.y, what);
+    simt_fail(result, "thread %u of block (%u, %u) %s", f->number, f->place.block.x, f->place.block.y, what);
     for (;;) simt_wait(SIMT_READY); /* it is not resumed */
 }
 
@@ -248,7 +249,7 @@ static int open_barrier(const simt_block *block, const simt_fiber *first) {
     if (count < first->expected) return 0;
     for (i = 0; i < count; i++) {
         if (count != group[i]->expected) {
-            fail(SIMT_LAUNCH_FAILED, "%u threads of block %u are at barrier %d, one expects %u", count,
+            simt_fail(SIMT_LAUNCH_FAILED, "%u threads of block %u are at barrier %d, one expects %u", count,
                  block->number, first->barrier, group[i]->expected);
             return 0;
         }
@@ -277,11 +278,13 @@ static int run_block(simt_block *block) {
     do {
         const unsigned turn = run.turn++ / 2;
         uint32_t i;
+        block->was_woken = 0;
         for (i = 0; i < warps && !simt_now.result; i++) {
             const uint32_t first = SIMT_WARP * turn_of(i, warps, turn), left = threads - first;
             moved |= run_warp(block->fibers + first, left < SIMT_WARP ? left : SIMT_WARP);
         }
-    } while (!simt_now.result && open_barriers(block));
+    } while (!simt_now.result && (open_barriers(block) || block->was_woken));
+    if (block->alive == 0 && moved && !simt_now.result) simt_end_block(block);
     return moved;
 }
 
@@ -291,15 +294,28 @@ static uint32_t cluster_threads(void) {
     return simt_now.block_threads * simt_now.cluster_blocks;
 }
 
+/* What the phase lacks that a thread waits for. */
+static void describe_phase(const simt_fiber *f, char *text, size_t size) {
+    const simt_barrier *barrier = &f->block->barriers[f->barrier];
+    snprintf(text, size, ": thread %u of block %u at the barrier at +%u, which lacks %u arrivals and %lld bytes",
+             f->number, f->block->number, barrier->offset, barrier->pending, (long long)barrier->bytes);
+}
+
 /* All threads are stuck, or some ended while others wait for them. */
 static void report_deadlock(const simt_cluster *cluster) {
     uint32_t count[SIMT_STATES] = {0}, i;
-    for (i = 0; i < cluster_threads(); i++) count[cluster->fibers[i]->state]++;
-    fail(SIMT_LAUNCH_FAILED,
+    char wanted[200] = "";
+    for (i = 0; i < cluster_threads(); i++) {
+        const simt_fiber *f = cluster->fibers[i];
+        if (f->state == SIMT_AT_PHASE && count[SIMT_AT_PHASE] == 0) describe_phase(f, wanted, sizeof wanted);
+        count[f->state]++;
+    }
+    simt_fail(SIMT_LAUNCH_FAILED,
          "block or cluster %u hangs: %u threads wait at a barrier, %u at one of the cluster, %u to "
-         "exchange within their warp, %u for their warp, %u have ended",
+         "exchange within their warp, %u for their warp, %u have ended, %u wait for a phase%s",
          cluster->number, count[SIMT_AT_BARRIER], count[SIMT_AT_CLUSTER_BARRIER],
-         count[SIMT_AT_EXCHANGE], count[SIMT_AT_WARP_BARRIER], count[SIMT_DONE]);
+         count[SIMT_AT_EXCHANGE], count[SIMT_AT_WARP_BARRIER], count[SIMT_DONE], count[SIMT_AT_PHASE],
+         wanted);
 }
 
 /* Runs a cluster until its threads wait for other clusters, or have ended. */
@@ -311,6 +327,7 @@ static void run_cluster(simt_cluster *cluster) {
         moved = 0;
         for (i = 0; i < simt_now.cluster_blocks && !simt_now.result; i++)
             moved |= run_block(&cluster->blocks[turn_of(i, simt_now.cluster_blocks, turn)]);
+        if (!moved && !simt_now.result) moved = simt_deliver(cluster);
     }
 }
 
@@ -318,13 +335,15 @@ static void begin_block(simt_block *block, const simt_launch *launch) {
     const uint32_t threads = simt_now.block_threads;
     uint32_t i;
     begin_shared(block, launch);
+    simt_barriers_clear(block);
+    block->alive = threads;
     block->fibers = block->cluster->fibers + block->rank * threads;
     for (i = 0; i < threads; i++) {
         simt_fiber *f = block->fibers[i];
         renew(f);
         f->block = block;
         f->number = i;
-        f->actor.thread = block->number * threads + i;
+        f->actor.thread = f->actor.mark = block->number * simt_now.block_marks + i;
         f->place.threads = launch->threads;
         f->place.blocks = launch->blocks;
         f->place.block.x = block->number % launch->blocks.x;
@@ -354,7 +373,7 @@ static void begin_cluster(uint32_t number) {
     simt_cluster *cluster = new_cluster();
     uint32_t rank;
     if (!cluster) {
-        fail(SIMT_LAUNCH_FAILED, "no memory for the stacks of fibers");
+        simt_fail(SIMT_LAUNCH_FAILED, "no memory for the stacks of fibers");
         return;
     }
     simt_now.time++;
@@ -362,6 +381,7 @@ static void begin_cluster(uint32_t number) {
     cluster->arrived = cluster->phase = 0;
     simt_signal_clear(&cluster->arriving);
     simt_clock_set(&cluster->passed, NULL);
+    simt_deliveries_clear(cluster);
     for (rank = 0; rank < simt_now.cluster_blocks; rank++) {
         simt_block *block = &cluster->blocks[rank];
         block->cluster = cluster;
@@ -384,6 +404,7 @@ int simt_run(const simt_launch *launch, const nji_problem *problem, char *fault,
     simt_now.launch = launch;
     simt_now.problem = problem;
     simt_now.block_threads = launch->threads.x * launch->threads.y;
+    simt_now.block_marks = (simt_now.block_threads + SIMT_BARRIERS + 255) / 256 * 256;
     simt_now.cluster_blocks = (uint32_t)launch->object->cluster;
     simt_now.in_place = NULL;
     simt_now.result = SIMT_SUCCESS;
@@ -391,7 +412,7 @@ int simt_run(const simt_launch *launch, const nji_problem *problem, char *fault,
     run.fault_size = fault_size;
     run.running = 0;
     if (simt_now.cluster_blocks > SIMT_CLUSTER || launch->blocks.x % simt_now.cluster_blocks != 0) {
-        fail(SIMT_INVALID_VALUE, "%u blocks in clusters of %u", launch->blocks.x, simt_now.cluster_blocks);
+        simt_fail(SIMT_INVALID_VALUE, "%u blocks in clusters of %u", launch->blocks.x, simt_now.cluster_blocks);
         return simt_now.result;
     }
     launch->object->host = &simt_calls;
