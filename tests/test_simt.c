@@ -76,6 +76,16 @@ static const char helpers[] = CODE(
     "float *y = (float *)p.y.data; const bool first = blockIdx.x == 0;\n"                              \
     "__shared__ float s[64];\n"
 
+/* A ring of one slot r, which `full` says is filled and `gone` that all have read; and room q for what
+   other blocks send. */
+#define RING_SETUP                                                                                     \
+    SETUP "__shared__ __align__(16) float r[64], q[128]; __shared__ nji_barrier full, gone;"           \
+          "if (t == 0) { nji_barrier_init(&full, 1); nji_barrier_init(&gone, 64);"                     \
+          "nji_barrier_init_fence(); } __syncthreads();\n"
+#define FILL "if (t == 0) { nji_copy_bulk(r, x, 256, &full); nji_barrier_expect(&full, 256); }\n"
+#define CLUSTER_SETUP RING_SETUP "const int other = 1 - blockIdx.x; nji_cluster_sync();\n"
+#define SEND "nji_cluster_send(q + 2 * t, x[t ^ 33], 0, &full, other);\n"
+
 static const probe probes[] = {
     {"a sound kernel passes",
      SETUP "s[t] = x[t]; __syncthreads(); const float v = nji_swap(s[t ^ 32], 1);"
@@ -191,6 +201,108 @@ static const probe probes[] = {
      SETUP "extern __shared__ __align__(16) unsigned char bytes[]; float *more = (float *)bytes;"
            "more[t] = x[t];",
      "thread 63 of block (0, 0) writes 4 bytes at", 0, 63 * sizeof(float)},
+    {"an exchange orders no accesses",
+     SETUP "s[t] = x[t]; const float v = nji_swap(0, 1) + s[t ^ 1]; if (first) y[t] = v;",
+     "no barrier is between", 0, 0},
+    {"a bulk copy that is waited for passes",
+     RING_SETUP FILL "nji_barrier_wait(&full, 0); if (first) y[t] = r[t ^ 33];", NULL, 0, 0},
+    {"a slot may be filled again when all have released it",
+     RING_SETUP FILL "nji_barrier_wait(&full, 0); const float v = r[t ^ 33]; nji_barrier_arrive(&gone);"
+                     "if (t == 0) nji_barrier_wait(&gone, 0);" FILL
+                     "nji_barrier_wait(&full, 1); if (first) y[t] = v + r[t] - x[t];",
+     NULL, 0, 0},
+    {"the phase before the first has ended",
+     RING_SETUP "nji_barrier_wait(&gone, 1);" FILL "nji_barrier_wait(&full, 0); if (first) y[t] = r[t ^ 33];",
+     NULL, 0, 0},
+    {"a bulk copy that nobody waited for is noticed",
+     RING_SETUP FILL "__syncthreads(); if (first) y[t] = r[t];", "counted by the barrier at +", 0, 0},
+    {"a bulk copy that other threads waited for is noticed",
+     RING_SETUP FILL "__syncthreads(); if (t < 32) nji_barrier_wait(&full, 0); if (first) y[t] = r[t];",
+     "counted by the barrier at +", 0, 0},
+    /* Reader and copy come in any order. */
+    {"a slot filled again before its release is noticed",
+     RING_SETUP FILL "nji_barrier_wait(&full, 0); const float v = r[t]; nji_barrier_arrive(&gone);" FILL
+                     "nji_barrier_wait(&full, 1); if (first) y[t] = v;",
+     " of shared memory at +", 0, 0},
+    {"a slot filled again before all have released it is noticed",
+     RING_SETUP "__shared__ nji_barrier half; if (t == 0) nji_barrier_init(&half, 32); __syncthreads();" FILL
+                "nji_barrier_wait(&full, 0); const float v = r[t]; if (t < 32) nji_barrier_arrive(&half);"
+                "if (t == 0) nji_barrier_wait(&half, 0);" FILL
+                "nji_barrier_wait(&full, 1); if (first) y[t] = v;",
+     " of shared memory at +", 0, 0},
+    {"a bulk copy over one that is under way is noticed", RING_SETUP FILL FILL,
+     "counted by the barrier at +", 0, 0},
+    {"fewer bytes expected than come are noticed",
+     RING_SETUP "if (t == 0) { nji_copy_bulk(r, x, 256, &full); nji_barrier_expect(&full, 128); }"
+                "nji_barrier_wait(&full, 0);",
+     "which lacks 0 arrivals and -128 bytes", 0, 0},
+    {"more bytes expected than come are noticed",
+     RING_SETUP "if (t == 0) { nji_copy_bulk(r, x, 256, &full); nji_barrier_expect(&full, 512); }"
+                "nji_barrier_wait(&full, 0);",
+     "which lacks 0 arrivals and 256 bytes", 0, 0},
+    {"an arrival that is missing is noticed",
+     RING_SETUP "if (t != 7) nji_barrier_arrive(&gone); nji_barrier_wait(&gone, 0);",
+     "64 wait for a phase: thread 0 of block 0 at the barrier at +", 0, 0},
+    {"an arrival too many is noticed",
+     RING_SETUP "if (t < 2) nji_barrier_expect(&full, 16);", "whose phase lacks 16 bytes only", 0, 0},
+    {"a wait that two phases overtake is noticed",
+     RING_SETUP "if (t == 0) nji_barrier_wait(&full, 0);"
+                "if (t == 32) { nji_barrier_arrive(&full); nji_barrier_arrive(&full); }",
+     "the barrier at +", 0, 0},
+    {"a bulk copy from an address that is not aligned is noticed",
+     RING_SETUP "if (t == 0) nji_copy_bulk(r, x + 1, 128, &full);", "CUDA_ERROR_MISALIGNED_ADDRESS", 0, 0},
+    {"a bulk copy to an address that is not aligned is noticed",
+     RING_SETUP "if (t == 0) nji_copy_bulk(r + 2, x, 128, &full);", "CUDA_ERROR_MISALIGNED_ADDRESS", 0, 0},
+    {"a bulk copy of a size that is not whole is noticed",
+     RING_SETUP "if (t == 0) nji_copy_bulk(r, x, 100, &full);", "CUDA_ERROR_MISALIGNED_ADDRESS", 0, 0},
+    {"a bulk copy from past an operand is noticed",
+     RING_SETUP "if (t == 0) nji_copy_bulk(r, x + 4, 256, &full);", "no operand that it may read", 0, 0},
+    {"a bulk copy to past shared memory is noticed",
+     RING_SETUP "if (t == 0) nji_copy_bulk(r, x, 1 << 16, &full);", "of its cluster", 0, 0},
+    {"a bulk copy before earlier kernels have ended is noticed",
+     "__shared__ __align__(16) float r[64]; __shared__ nji_barrier full; if (threadIdx.x == 0) {"
+     "nji_barrier_init(&full, 1); nji_barrier_init_fence(); nji_copy_bulk(r, p.x.data, 256, &full); }",
+     "before it waits for earlier kernels", 0, 0},
+    {"a block that ends before its bulk copy is noticed",
+     RING_SETUP FILL, "has ended, and none of it has waited for a copy", 0, 0},
+    {"a barrier that nobody made is noticed",
+     SETUP "__shared__ nji_barrier full; nji_barrier_arrive(&full);", "as a barrier", 0, 0},
+    {"a barrier used before all know of it is noticed",
+     SETUP "__shared__ nji_barrier full; if (t == 0) nji_barrier_init(&full, 64); nji_barrier_arrive(&full);",
+     "of block (0, 0) uses ", 0, 0},
+    {"a barrier without a fence that a copy uses is noticed",
+     SETUP "__shared__ __align__(16) float r[64]; __shared__ nji_barrier full;"
+           "if (t == 0) nji_barrier_init(&full, 1); __syncthreads();" FILL,
+     "whose making no fence has told", 0, 0},
+    {"a barrier that is read like other memory is noticed", RING_SETUP "if (full) y[t] = 0;",
+     "a barrier lies there", 0, 0},
+    {"a barrier that is made twice is noticed", RING_SETUP "if (t == 0) nji_barrier_init(&full, 1);",
+     "a barrier lies there", 0, 0},
+    {"a barrier of no arrivals is noticed", RING_SETUP "__shared__ nji_barrier none;"
+     "nji_barrier_init(&none, 0);", "for 0 arrivals", 0, 0},
+    {"what a block sends passes",
+     CLUSTER_SETUP SEND "if (t == 0) nji_barrier_expect(&full, 512); nji_barrier_wait(&full, 0);"
+                        "if (first) y[t] = q[2 * t] + q[2 * t + 1];",
+     NULL, 1, 0},
+    {"what a block sends and nobody waits for is noticed",
+     CLUSTER_SETUP SEND "nji_cluster_sync(); if (first) y[t] = q[2 * t]; nji_cluster_sync();",
+     "counted by the barrier at +", 1, 0},
+    {"what a block sends twice to one place is noticed", CLUSTER_SETUP SEND SEND "nji_cluster_sync();",
+     "counted by the barrier at +", 1, 0},
+    {"what is sent over what others may still read is noticed",
+     CLUSTER_SETUP "q[2 * t] = 0; nji_cluster_sync(); const float v = q[2 * t];" SEND
+                   "if (t == 0) nji_barrier_expect(&full, 512); nji_barrier_wait(&full, 0); y[t] = v;",
+     "shared memory at +", 1, 0},
+    {"what is sent to a block that may not have begun is noticed",
+     RING_SETUP "const int other = 1 - blockIdx.x;" SEND "nji_cluster_sync();", "may not have begun", 1, 0},
+    {"what is sent to a block that has ended is noticed", CLUSTER_SETUP "if (first) {" SEND "}",
+     "has ended", 1, 0},
+    {"what is sent past a cluster is noticed",
+     CLUSTER_SETUP "nji_cluster_send(q + 2 * t, 0, 0, &full, 2); nji_cluster_sync();",
+     "of block 2 of its cluster", 1, 0},
+    {"what is sent to an address that is not aligned is noticed",
+     CLUSTER_SETUP "nji_cluster_send(q + 2 * t + 1, 0, 0, &full, other); nji_cluster_sync();",
+     "CUDA_ERROR_MISALIGNED_ADDRESS", 1, 0},
     {"PTX that the host does not know does not compile",
      SETUP "asm volatile(\"membar.gl;\" ::: \"memory\");", "ptx_membar_gl", 0, 0},
 };
@@ -309,6 +421,7 @@ static void shared_memory_beyond_48_kilobytes_must_be_asked_for(void **state) {
 typedef struct geometry {
     int family, vec, lanes, chunks, warps; /* warps: that share a row, of all blocks of a cluster */
     int rows, cluster, prefetch, is_exact; /* rows: of a block; cluster: its blocks */
+    int keep;
 } geometry;
 
 static geometry geometry_of(const nji_choice *c, int64_t cols) {
@@ -323,6 +436,7 @@ static geometry geometry_of(const nji_choice *c, int64_t cols) {
     g.warps = (c->lanes + 31) / 32 * g.cluster;
     g.rows = nji_block_rows(c);
     g.prefetch = c->prefetch;
+    g.keep = c->keep;
     g.is_exact = along * c->chunks * c->slices == cols;
     return g;
 }
@@ -358,12 +472,30 @@ static const feature features[] = {
     {NJI_TILES, FIELD(vec), 2, 2, {1, 1}},       {NJI_TILES, FIELD(vec), 4, 4, {1, 1}},
     {NJI_TILES, FIELD(vec), 8, 8, {1, 1}},       {NJI_TILES, FIELD(chunks), 1, 1, {1, 1}},
     {NJI_TILES, FIELD(chunks), 2, 16, {1, 1}},   {NJI_TILES, FIELD(is_exact), 0, 0, {1, 1}},
-    {NJI_TILES, FIELD(is_exact), 1, 1, {1, 1}},
+    {NJI_TILES, FIELD(is_exact), 1, 1, {1, 1}},  {NJI_RING, FIELD(cluster), 1, 1, {1, 0}},
+    {NJI_RING, FIELD(cluster), 2, 2, {1, 0}},    {NJI_RING, FIELD(cluster), 4, 4, {1, 0}},
+    {NJI_RING, FIELD(cluster), 8, 8, {1, 0}},    {NJI_RING, FIELD(lanes), 32, 32, {1, 0}},
+    {NJI_RING, FIELD(lanes), 33, 512, {1, 0}},   {NJI_RING, FIELD(rows), 1, 1, {1, 0}},
+    {NJI_RING, FIELD(rows), 2, 16, {1, 0}},      {NJI_RING, FIELD(is_exact), 0, 0, {1, 0}},
+    {NJI_RING, FIELD(is_exact), 1, 1, {1, 0}},   {NJI_RING, FIELD(keep), 1, 1, {1, 0}},
+    {NJI_RING, FIELD(keep), 2, 2, {1, 0}},
 };
 
 static int reached[COUNT_OF(features)][2];
+static int reached_ring[COUNT_OF(nji_ring_table)]; /* by which of its rows the cases cut */
 
 static const char *const family_name[] = {"rows", "split", "tiles", "ring", "strided"};
+
+static void note_ring(const nj_desc *desc, int64_t cols) {
+    for (size_t i = 0; i < COUNT_OF(nji_ring_table); i++) {
+        const nji_ring_tuning *row = &nji_ring_table[i];
+        if ((size_t)row->element_bytes == nj_dtype_size(desc->dtype) && cols >= row->min_cols &&
+            cols <= row->max_cols) {
+            reached_ring[i] = 1;
+            return;
+        }
+    }
+}
 
 static void note_geometry(const nji_choice *choice, int64_t cols) {
     geometry g;
@@ -391,6 +523,11 @@ static void the_cases_reached_every_kind_of_geometry(void **state) {
             missing++;
         }
     }
+    for (size_t i = 0; i < COUNT_OF(nji_ring_table); i++) {
+        if (reached_ring[i]) continue;
+        print_error("no case is cut by row %zu of the ring's table\n", i);
+        missing++;
+    }
     assert_int_equal(missing, 0);
 }
 
@@ -410,6 +547,8 @@ typedef struct simt_case {
     { NJI_SPLIT, NJI_SPLIT }
 #define TILES                                                                                          \
     { NJI_TILES, NJI_TILES }
+#define RING                                                                                           \
+    { NJI_RING, NJI_ROWS }
 #define STRIDED                                                                                        \
     { NJI_STRIDED, NJI_STRIDED }
 #define SPLIT_BACKWARD                                                                                 \
@@ -422,15 +561,15 @@ static const simt_case on_sm_90[] = {
     {"many rows in a block, all columns taken", ROWS, NJ_F32, NJ_BF16, NJ_F32, {501, 64}, 2},
     {"a warp with single elements", ROWS, NJ_F32, NJ_F32, NJ_F32, {201, 33}, 2},
     {"a warp, all columns taken", ROWS, NJ_BF16, NJ_BF16, NJ_BF16, {301, 256}, 2},
-    {"a warp with several packs", ROWS, NJ_F16, NJ_F32, NJ_F32, {75, 760}, 2},
+    {"a warp with several packs", RING, NJ_F16, NJ_F32, NJ_F32, {75, 760}, 2},
     {"a warp with packs of two doubles", ROWS, NJ_F64, NJ_F64, NJ_F64, {90, 100}, 2},
     {"doubles one by one", ROWS, NJ_F64, NJ_F32, NJ_F64, {120, 7}, 2},
-    {"two and more warps", ROWS, NJ_BF16, NJ_F32, NJ_F32, {70, 1000}, 2},
+    {"two and more warps", RING, NJ_BF16, NJ_F32, NJ_F32, {70, 1000}, 2},
     {"warps with single elements", ROWS, NJ_F16, NJ_F16, NJ_F32, {30, 1027}, 2},
-    {"warps, all columns taken", ROWS, NJ_F32, NJ_F32, NJ_F32, {30, 2048}, 2},
-    {"more than eight warps", ROWS, NJ_F16, NJ_BF16, NJ_F32, {9, 8200}, 2},
-    {"a cluster of two backward", ROWS, NJ_F32, NJ_F16, NJ_F32, {11, 8200}, 2},
-    {"a cluster of four backward", ROWS, NJ_F32, NJ_F32, NJ_F32, {7, 17000}, 2},
+    {"warps, all columns taken", RING, NJ_F32, NJ_F32, NJ_F32, {30, 2048}, 2},
+    {"more than eight warps", ROWS, NJ_F16, NJ_BF16, NJ_F32, {9, 8190}, 2},
+    {"a cluster of two backward", ROWS, NJ_F16, NJ_F16, NJ_F32, {11, 8202}, 2},
+    {"a cluster of four backward", ROWS, NJ_F32, NJ_F32, NJ_F32, {7, 17002}, 2},
     {"a cluster of eight forward", SPLIT_BACKWARD, NJ_BF16, NJ_BF16, NJ_F32, {4, 66000}, 2},
     {"a cluster of two forward, of four backward", ROWS, NJ_F64, NJ_F64, NJ_F64, {7, 8200}, 2},
     {"a cluster of four forward, of eight backward", ROWS, NJ_F64, NJ_F64, NJ_F64, {4, 16386}, 2},
@@ -448,11 +587,28 @@ static const simt_case on_sm_90[] = {
     {"tiles of one lane", TILES, NJ_BF16, NJ_BF16, NJ_F32, {2, 1500, 24}, 2},
     {"tiles of doubles", TILES, NJ_F64, NJ_F64, NJ_F64, {2, 300, 50}, 2},
     {"tiles of columns that rows follow and precede", TILES, NJ_F32, NJ_F32, NJ_F32, {70, 20}, 1},
-    {"too many channels for tiles", STRIDED, NJ_F16, NJ_F16, NJ_F32, {2, 5000, 8}, 2},
+    {"tiles of two lanes", TILES, NJ_F16, NJ_F32, NJ_F32, {2, 737, 24}, 2},
+    {"too many channels for tiles", STRIDED, NJ_F16, NJ_F16, NJ_F32, {2, 12400, 2}, 2},
     {"columns in two axes that do not merge", STRIDED, NJ_F32, NJ_F32, NJ_F32, {5, 9, 7, 11}, 10},
     {"rows in two axes that do not merge", STRIDED, NJ_F64, NJ_F32, NJ_F64, {40, 3, 9, 2}, 5},
     {"many columns in two axes", STRIDED, NJ_BF16, NJ_F32, NJ_BF16, {37, 11, 39}, 5},
     {"one column", STRIDED, NJ_F32, NJ_F32, NJ_F32, {300, 1}, 2},
+    {"a ring of a warp for each row, all columns taken", RING, NJ_BF16, NJ_BF16, NJ_BF16, {3, 33, 768}, 4},
+    {"a ring of teams that have no row", RING, NJ_F16, NJ_F32, NJ_F16, {2, 520}, 2},
+    {"a ring of fewer rows than it has room for", RING, NJ_BF16, NJ_BF16, NJ_F32, {13, 1608}, 2},
+    {"a ring of a cluster of two", RING, NJ_BF16, NJ_F32, NJ_F32, {41, 2056}, 2},
+    {"a ring of a cluster of two, all columns taken", RING, NJ_F16, NJ_F16, NJ_F32, {5, 6144}, 2},
+    {"a ring of a cluster of four, all columns taken", RING, NJ_BF16, NJ_BF16, NJ_F32, {17, 8192}, 2},
+    {"a ring that reads a row twice", RING, NJ_F16, NJ_F16, NJ_F32, {18, 8200}, 2},
+    {"a ring of a cluster of four, of two teams", RING, NJ_BF16, NJ_F32, NJ_F32, {9, 12296}, 2},
+    {"a ring of a cluster of eight, one of them without columns", RING, NJ_F16, NJ_BF16, NJ_F32,
+     {13, 16392}, 2},
+    {"a ring of a cluster of eight, all columns taken", RING, NJ_BF16, NJ_BF16, NJ_F32, {4, 65536}, 2},
+    {"a ring of floats", RING, NJ_F32, NJ_F32, NJ_F32, {70, 516}, 2},
+    {"a ring of floats in a cluster of two", RING, NJ_F32, NJ_BF16, NJ_F32, {19, 4100}, 2},
+    {"a ring of floats in a cluster of four", RING, NJ_F32, NJ_F32, NJ_F32, {9, 8200}, 2},
+    {"a ring of floats in a cluster of eight", RING, NJ_F32, NJ_F32, NJ_F32, {11, 17000}, 2},
+    {"a ring of one row", RING, NJ_F32, NJ_F32, NJ_F32, {1, 4096}, 2},
     {"no rows", ROWS, NJ_BF16, NJ_F32, NJ_F32, {0, 40}, 2},
     {"one row", ROWS, NJ_F16, NJ_F16, NJ_F32, {1, 40}, 2},
 };
@@ -492,6 +648,7 @@ static void note_choice(const nj_desc *like, nj_op op, nji_family ran) {
     if (op == NJ_OP_LAYER_NORM_FORWARD) desc.grads = desc.accumulate = 0;
     require_ok(nj_plan_select(&plan, bed.ctx, &desc, NULL));
     if (plan->cuda.choice.family == ran) note_geometry(&plan->cuda.choice, plan->cols);
+    if (ran == NJI_RING) note_ring(&desc, plan->cols);
     nj_plan_destroy(plan);
 }
 
@@ -525,10 +682,14 @@ static void a_case_is_right(void **state) {
 /* A case for each family, and for clusters; small. */
 static const simt_case families[] = {
     {"rows", ROWS, NJ_F32, NJ_F32, NJ_F32, {70, 20}, 2},
-    {"rows of several warps", ROWS, NJ_F16, NJ_F16, NJ_F32, {20, 1000}, 2},
+    {"rows of several warps", ROWS, NJ_F16, NJ_F16, NJ_F32, {20, 1002}, 2},
     {"clusters", ROWS, NJ_F64, NJ_F64, NJ_F64, {4, 8200}, 2},
     {"split", SPLIT, NJ_F64, NJ_F64, NJ_F64, {3, 32770 * 2}, 2},
     {"tiles", TILES, NJ_BF16, NJ_BF16, NJ_F32, {3, 20, 72}, 2},
+    {"ring", RING, NJ_F16, NJ_F16, NJ_F32, {5, 9, 1000}, 4},
+    {"ring of a warp for each row", RING, NJ_BF16, NJ_F32, NJ_F32, {3, 3, 11, 520}, 8},
+    {"ring of a cluster", RING, NJ_F32, NJ_F32, NJ_F32, {2, 5, 4100}, 4},
+    {"ring that reads rows twice", RING, NJ_BF16, NJ_BF16, NJ_F32, {6, 8200}, 2},
     {"strided", STRIDED, NJ_F32, NJ_F32, NJ_F32, {5, 9, 7, 11}, 10},
 };
 

@@ -70,14 +70,13 @@ void simt_barrier_fence(void) {
     }
 }
 
-/* The barrier there; since: when it was made known to whom the thread speaks for. */
 static uint32_t find_barrier(const simt_block *block, unsigned address) {
     const uint32_t offset = simt_offset_of(address);
     uint64_t number;
     memcpy(&number, simt_shared_of(block) + offset, sizeof number);
     number -= word_mark;
     if (number >= block->barrier_count || block->barriers[number].offset != offset)
-        simt_fault(SIMT_ILLEGAL_ADDRESS, "takes +%u of block %u for a barrier", offset, block->number);
+        simt_fault(SIMT_ILLEGAL_ADDRESS, "uses +%u of block %u as a barrier", offset, block->number);
     return (uint32_t)number;
 }
 
@@ -278,7 +277,7 @@ void simt_end_block(simt_block *block) {
         }
         if (barrier->under_way || (barrier->arrived && k == simt_now.block_threads)) {
             simt_fail(SIMT_LAUNCH_FAILED,
-                      "block %u ends, but none of it has waited for a copy that the barrier at +%u counts",
+                      "block %u has ended, and none of it has waited for a copy that the barrier at +%u counts",
                       block->number, barrier->offset);
             return;
         }
