@@ -365,7 +365,8 @@ NJ_API nj_status nj_plan_can_implement(const nj_plan *plan, const nj_args *args)
    column:
 
      CUDA  for dgamma, dbeta: 128 KiB a multiprocessor (16.5 MiB on 132), or one pair if that is
-           more; for rows too long for one block or cluster besides 1/512 of x's bytes
+           more; for rows too long for one block or cluster, all of more than 4096 columns,
+           besides 1/512 of x's bytes. For any operands, in whatever layout
      host  for dgamma, dbeta: 1 MiB, or 64 pairs if that is more, and room to align them */
 NJ_API size_t nj_plan_workspace_size(const nj_plan *plan);
 
@@ -1209,7 +1210,8 @@ static nj_layout nji_layout_of(const nji_problem *p) {
                    : NJ_LAYOUT_PADDED_ROWS;
     }
     {
-        const nji_operand *walked = p->y.data ? &p->y : &p->dy; /* one of them is always there */
+        /* The output as far as there is one: dy is often one value, broadcast. */
+        const nji_operand *walked = p->y.data ? &p->y : p->dx.data ? &p->dx : &p->dy;
         return p->row_dims > 0 && walked->stride[p->row_dims - 1] == 1 ? NJ_LAYOUT_CHANNELS_FIRST
                                                                        : NJ_LAYOUT_STRIDED;
     }
@@ -1260,6 +1262,7 @@ static const nji_tuning nji_tuning_table[] = {
     {1, 2, 0, 16, 256, 8, 32, 128, 1, 1536, 0, 0},
     {1, 2, 90, 16, 1024, 32, 32, 256, 1, 1024, 0, 0},
     {1, 2, 0, 16, 1024, 32, 32, 256, 1, 768, 0, 0},
+    {1, 2, 0, 2, 8192, 32, 512, 0, 1, 768, 0, 0},
     {1, 2, 0, 16, 8192, 32, 512, 0, 1, 1024, 0, 0},
     {1, 2, 0, 16, 12288, 24, 512, 0, 1, 1024, 0, 0},
     {1, 2, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
@@ -1280,6 +1283,7 @@ static const nji_tuning nji_tuning_table[] = {
     {0, 2, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
     {0, 2, 0, 16, 1024, 16, 512, 0, 1, 512, 1, 0},
     {0, 2, 0, 16, 4096, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 90, 2, 8192, 16, 512, 0, 1, 512, 0, 2},
     {0, 2, 90, 4, 16384, 8, 1024, 0, 8, 1024, 0, 3},
     {0, 2, 0, 16, 6144, 16, 512, 0, 1, 384, 1, 0},
     {0, 2, 0, 16, 8192, 24, 512, 0, 1, 384, 1, 0},
@@ -1327,10 +1331,12 @@ static const nji_ring_tuning nji_ring_table[] = {
 };
 /* clang-format on */
 
-/* Everything that launches and compiles a descriptor's kernels. */
+/* Everything that launches and compiles a descriptor's kernels. A plan has two: one for aligned
+   operands in the descriptor's own layout, and the loose one for those that it does not take. */
 typedef struct nji_choice {
     nji_family family; /* of the fast kernels; STRIDED when there are none */
     int forward;
+    int loose; /* columns of any stride */
     int vec; /* elements of one access; operands must be aligned to it */
     int lanes, chunks,
         threads; /* threads along a row (tiles: along rows); accesses each; of a block */
@@ -1371,10 +1377,10 @@ static int nji_vec_of(const nj_desc *desc, int64_t extent) {
     return vec;
 }
 
-static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64_t cols,
+static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64_t cols, int vec,
                                          const nji_device_facts *facts) {
     int bytes = (int)nj_dtype_size(desc->dtype);
-    int access = bytes * nji_vec_of(desc, cols);
+    int access = bytes * vec;
     size_t i;
     for (i = 0; i < sizeof nji_tuning_table / sizeof nji_tuning_table[0]; i++) {
         const nji_tuning *row = &nji_tuning_table[i];
@@ -1393,12 +1399,12 @@ static int nji_most_resident(int arch) {
     return arch == 80 || (arch >= 90 && arch < 110) ? 2048 : 1536;
 }
 
-/* Cuts a row of cols columns as the tuning row says. */
-static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols, int arch,
+/* Cuts a row of cols columns, read vec at a time, as the tuning row says. */
+static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols, int vec, int arch,
                         nji_choice *choice) {
     int64_t packs, slices;
     int per_slice, resident;
-    choice->vec = nji_vec_of(desc, cols);
+    choice->vec = vec;
     /* Narrow packs waste registers: there is no room for a second row. */
     choice->prefetch = row->prefetch && choice->vec * (int)nj_dtype_size(desc->dtype) >= 8;
     slices = nji_ceil_div(cols, (int64_t)row->elements * row->max_lanes);
@@ -1675,30 +1681,74 @@ static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t col
 #define NJI_MAX_ROWS_COLS (1ll << 28)
 #define NJI_MAX_COLS (1ll << 44)
 
+static void nji_cut_fast(const nj_desc *desc, int64_t rows, int64_t cols,
+                         const nji_device_facts *facts, nji_choice *choice) {
+    int vec = nji_vec_of(desc, cols);
+    const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, vec, facts);
+    int64_t run;
+    if (nji_is_channels_first(desc, &run)) {
+        nji_cut_tiles(desc, run, cols, facts->arch, choice);
+    } else if (row && !nji_cut_ring(desc, rows, cols, facts->arch, choice)) {
+        nji_cut_row(desc, row, cols, vec, facts->arch, choice);
+    }
+}
+
+/* Steps ahead at which the L2 cache is asked for a row that the registers have no room for. */
+#define NJI_LOOSE_AHEAD 2
+
+static void nji_cut_loose(const nj_desc *desc, int64_t cols, const nji_device_facts *facts,
+                          nji_choice *choice) {
+    const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, 1, facts);
+    if (!row) return;
+    nji_cut_row(desc, row, cols, 1, facts->arch, choice);
+    if (row->prefetch && !choice->prefetch) choice->ahead = NJI_LOOSE_AHEAD;
+}
+
+/* Bytes that the split kernels keep for their sums. */
+static int64_t nji_sums_of(const nj_desc *desc, int64_t rows, const nji_choice *choice) {
+    if (choice->family != NJI_SPLIT) return 0;
+    if (!choice->forward && !(desc->grads & NJ_GRAD_DX)) return 0;
+    /* 2 accumulators for each slice of some thousand elements: far from overflow. */
+    return rows * choice->slices * 2 * nji_accumulator_bytes(desc);
+}
+
+/* Both choices, but for their parts. They have the same room for sums: the least workspace of one
+   is that of the other. */
+static void nji_cut(const nj_desc *desc, int64_t rows, int64_t cols, const nji_device_facts *facts,
+                    nji_choice *fast, nji_choice *loose) {
+    memset(fast, 0, sizeof *fast);
+    fast->forward = nji_is_forward(desc);
+    fast->family = NJI_STRIDED;
+    *loose = *fast;
+    loose->loose = 1;
+    if (cols == 0 || cols > NJI_MAX_ROWS_COLS) return;
+    nji_cut_fast(desc, rows, cols, facts, fast);
+    nji_cut_loose(desc, cols, facts, loose);
+    fast->sums_bytes = nji_sums_of(desc, rows, fast);
+    loose->sums_bytes = nji_sums_of(desc, rows, loose);
+    if (fast->sums_bytes < loose->sums_bytes) fast->sums_bytes = loose->sums_bytes;
+    loose->sums_bytes = fast->sums_bytes;
+}
+
 static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
                             const nji_device_facts *facts, const nj_preference *pref,
                             nji_choice *choice, const char *call) {
-    memset(choice, 0, sizeof *choice);
-    choice->forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
-    choice->family = NJI_STRIDED;
+    nji_choice loose;
+    nji_cut(desc, rows, cols, facts, choice, &loose);
     if (cols > NJI_MAX_COLS && nji_wants_params(desc)) {
         return nji_fail(NJ_UNSUPPORTED,
                         "%s: desc.shape: %lld columns: at most %lld with dgamma or dbeta", call,
                         (long long)cols, NJI_MAX_COLS);
     }
-    if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
-        const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
-        int64_t run;
-        if (nji_is_channels_first(desc, &run)) {
-            nji_cut_tiles(desc, run, cols, facts->arch, choice);
-        } else if (row && !nji_cut_ring(desc, rows, cols, facts->arch, choice)) {
-            nji_cut_row(desc, row, cols, facts->arch, choice);
-        }
-    }
-    if (choice->family == NJI_SPLIT && (choice->forward || (desc->grads & NJ_GRAD_DX))) {
-        /* 2 accumulators for each slice of some thousand elements: far from overflow. */
-        choice->sums_bytes = rows * choice->slices * 2 * nji_accumulator_bytes(desc);
-    }
+    return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
+}
+
+/* The loose choice, where nji_choose has made the other. */
+static nj_status nji_choose_loose(const nj_desc *desc, int64_t rows, int64_t cols,
+                                  const nji_device_facts *facts, const nj_preference *pref,
+                                  nji_choice *choice, const char *call) {
+    nji_choice fast;
+    nji_cut(desc, rows, cols, facts, &fast, choice);
     return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
 }
 
@@ -1812,6 +1862,7 @@ static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice
         nji_add_option(options, "-DNJI_CLUSTER=%d", choice->cluster);
         nji_add_option(options, "-DNJI_PREFETCH=%d", choice->prefetch);
         nji_add_option(options, "-DNJI_AHEAD=%d", choice->ahead);
+        nji_add_option(options, "-DNJI_LOOSE=%d", choice->loose);
     }
 }
 
@@ -4491,7 +4542,7 @@ static nj_status nji_jit_open(nji_jit *jit, const nj_ctx_desc *desc, const char 
 }
 
 /* ==== kernels =================================================================================== */
-#define NJI_PROGRAM_ROWS_HASH 0x2f0d248b28ba6e29ull
+#define NJI_PROGRAM_ROWS_HASH 0x2bfd1247951cbed9ull
 static const char *const nji_program_rows[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -4878,6 +4929,14 @@ static const char *const nji_program_rows[] = {
     "#else\n",
     "#define NJI_KERNEL extern \"C\" __global__ void __launch_bounds__(NJI_THREADS, NJI_BLOCKS)\n",
     "#endif\n",
+    "#if NJI_LOOSE\n",
+    "#define nj_rows_forward nj_loose_rows_forward\n",
+    "#define nj_rows_backward nj_loose_rows_backward\n",
+    "#define nj_split_forward_sums nj_loose_split_forward_sums\n",
+    "#define nj_split_forward_write nj_loose_split_forward_write\n",
+    "#define nj_split_backward_sums nj_loose_split_backward_sums\n",
+    "#define nj_split_backward_write nj_loose_split_backward_write\n",
+    "#endif\n",
     "typedef nji_pack<NJI_X, NJI_VEC> nji_pack_x;\n",
     "typedef nji_pack<NJI_P, NJI_VEC> nji_pack_p;\n",
     "struct nji_place {\n",
@@ -4900,26 +4959,48 @@ static const char *const nji_program_rows[] = {
     "NJI_INLINE bool nji_is_column(int column) {\n",
     "return NJI_WIDTH * NJI_SLICES == NJI_COLS || column < NJI_COLS;\n",
     "}\n",
-    "NJI_INLINE void nji_load_params(const nji_operand &operand, const nji_place &place,\n",
-    "nji_real out[NJI_CHUNKS][NJI_VEC]) {\n",
+    "NJI_INLINE nji_i64 nji_step(const nji_problem &p, const nji_operand &operand) {\n",
+    "return NJI_LOOSE && p.col_dims > 0 \? operand.stride[p.row_dims] : 1;\n",
+    "}\n",
+    "template <typename T> struct nji_walk {\n",
+    "T *at;\n",
+    "nji_i64 step;\n",
+    "__device__ __forceinline__ nji_walk(T *first, nji_i64 step, const nji_place &place)\n",
+    ": at(NJI_LOOSE \? first + nji_column(place, 0) * step : first),\n",
+    "step(NJI_LANES * NJI_VEC * step) {}\n",
+    "__device__ __forceinline__ T *pack(int column) const { return NJI_LOOSE \? at : at + column; }\n",
+    "__device__ __forceinline__ void next() {\n",
+    "if (NJI_LOOSE) at += step;\n",
+    "}\n",
+    "};\n",
+    "NJI_INLINE void nji_load_params(const nji_problem &p, const nji_operand &operand,\n",
+    "const nji_place &place, nji_real out[NJI_CHUNKS][NJI_VEC]) {\n",
+    "nji_walk<const NJI_P> from((const NJI_P *)operand.data, nji_step(p, operand), place);\n",
     "#pragma unroll\n",
-    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++, from.next()) {\n",
     "nji_pack_p pack;\n",
     "const int column = nji_column(place, k);\n",
     "pack.zero();\n",
-    "if (nji_is_column(column)) pack.load((const NJI_P *)operand.data + column);\n",
+    "if (nji_is_column(column)) pack.load(from.pack(column));\n",
     "pack.widen(out[k]);\n",
     "}\n",
     "}\n",
-    "NJI_INLINE void nji_load_row(const nji_operand &operand, nji_i64 at, const nji_place &place,\n",
+    "NJI_INLINE void nji_load_columns(const NJI_X *first, nji_i64 step, const nji_place &place,\n",
     "nji_pack_x out[NJI_CHUNKS]) {\n",
-    "const NJI_X *from = (const NJI_X *)operand.data + at;\n",
+    "nji_walk<const NJI_X> from(first, step, place);\n",
     "#pragma unroll\n",
-    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++, from.next()) {\n",
     "const int column = nji_column(place, k);\n",
-    "if (nji_is_column(column)) out[k].load(from + column);\n",
+    "if (nji_is_column(column)) out[k].load(from.pack(column));\n",
     "else out[k].zero();\n",
     "}\n",
+    "}\n",
+    "NJI_INLINE void nji_load_row(const nji_problem &p, const nji_operand &operand, nji_i64 at,\n",
+    "const nji_place &place, nji_pack_x out[NJI_CHUNKS]) {\n",
+    "const NJI_X *first = (const NJI_X *)operand.data + at;\n",
+    "const nji_i64 step = nji_step(p, operand);\n",
+    "if (step == 1) nji_load_columns(first, 1, place, out);\n",
+    "else nji_load_columns(first, step, place, out);\n",
     "}\n",
     "NJI_INLINE void nji_zero_row(nji_pack_x out[NJI_CHUNKS]) {\n",
     "#pragma unroll\n",
@@ -5017,9 +5098,11 @@ static const char *const nji_program_rows[] = {
     "NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i64 at,\n",
     "const nji_pack_x x[NJI_CHUNKS], nji_real center, nji_real shift,\n",
     "nji_real rstd) {\n",
-    "NJI_X *to = (NJI_X *)p.y.data + at;\n",
+    "nji_walk<NJI_X> to((NJI_X *)p.y.data + at, nji_step(p, p.y), place);\n",
+    "nji_walk<const NJI_P> gamma_at((const NJI_P *)p.gamma.data, nji_step(p, p.gamma), place);\n",
+    "nji_walk<const NJI_P> beta_at((const NJI_P *)p.beta.data, nji_step(p, p.beta), place);\n",
     "#pragma unroll\n",
-    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++, to.next(), gamma_at.next(), beta_at.next()) {\n",
     "const int column = nji_column(place, k);\n",
     "nji_real value[NJI_VEC], gamma[NJI_VEC], beta[NJI_VEC];\n",
     "nji_pack_p param;\n",
@@ -5027,11 +5110,11 @@ static const char *const nji_program_rows[] = {
     "if (!nji_is_column(column)) continue;\n",
     "x[k].widen(value);\n",
     "if (NJI_HAS_GAMMA) {\n",
-    "param.load((const NJI_P *)p.gamma.data + column);\n",
+    "param.load(gamma_at.pack(column));\n",
     "param.widen(gamma);\n",
     "}\n",
     "if (NJI_HAS_BETA) {\n",
-    "param.load((const NJI_P *)p.beta.data + column);\n",
+    "param.load(beta_at.pack(column));\n",
     "param.widen(beta);\n",
     "}\n",
     "#pragma unroll\n",
@@ -5041,7 +5124,7 @@ static const char *const nji_program_rows[] = {
     "if (NJI_HAS_BETA) value[i] += beta[i];\n",
     "}\n",
     "out.narrow(value);\n",
-    "out.store(to + column);\n",
+    "out.store(to.pack(column));\n",
     "}\n",
     "}\n",
     "#if NJI_SLICES == 1 || NJI_CLUSTER\n",
@@ -5055,7 +5138,7 @@ static const char *const nji_program_rows[] = {
     "const nji_offsets at = nji_row_offsets(p, p.y, is_row \? base + place.group : base);\n",
     "nji_pack_x x[NJI_CHUNKS];\n",
     "nji_real center, shift, squares;\n",
-    "if (NJI_ROWS == 1 || is_row) nji_load_row(p.x, at.x, place, x);\n",
+    "if (NJI_ROWS == 1 || is_row) nji_load_row(p, p.x, at.x, place, x);\n",
     "else nji_zero_row(x);\n",
     "nji_moments(place, x, (nji_real)NJI_COLS, center, shift, squares, turn);\n",
     "const nji_real rstd = nji_rstd_of(squares, (nji_real)p.eps);\n",
@@ -5074,7 +5157,7 @@ static const char *const nji_program_rows[] = {
     "for (nji_i64 row = place.first; row < p.rows; row += place.step) {\n",
     "nji_pack_x x[NJI_CHUNKS];\n",
     "nji_real center, shift, squares;\n",
-    "nji_load_row(p.x, nji_row_offsets(p, p.y, row).x, place, x);\n",
+    "nji_load_row(p, p.x, nji_row_offsets(p, p.y, row).x, place, x);\n",
     "nji_moments(place, x, nji_slice_cols(place.slice), center, shift, squares, turn);\n",
     "if (place.lane == 0) {\n",
     "sums[(row * NJI_SLICES + place.slice) * 2] = center + shift;\n",
@@ -5091,7 +5174,7 @@ static const char *const nji_program_rows[] = {
     "const nji_real center = sums[0];\n",
     "nji_pack_x x[NJI_CHUNKS];\n",
     "nji_real shift = 0, squares = 0;\n",
-    "nji_load_row(p.x, at.x, place, x);\n",
+    "nji_load_row(p, p.x, at.x, place, x);\n",
     "for (int s = 0; s < NJI_SLICES; s++) shift += nji_slice_cols(s) * (sums[2 * s] - center);\n",
     "shift = nji_shift_of(shift / (nji_real)NJI_COLS);\n",
     "for (int s = 0; s < NJI_SLICES; s++) {\n",
@@ -5118,9 +5201,9 @@ static const char *const nji_program_rows[] = {
     "if (row < p.rows) {\n",
     "const nji_offsets at = nji_row_offsets(p, p.dx, row);\n",
     "out.out = at.out;\n",
-    "nji_load_row(p.dy, at.dy, place, out.dy);\n",
+    "nji_load_row(p, p.dy, at.dy, place, out.dy);\n",
     "if (NJI_WANT_X) {\n",
-    "nji_load_row(p.x, at.x, place, out.x);\n",
+    "nji_load_row(p, p.x, at.x, place, out.x);\n",
     "out.mean = nji_load_any(p.mean.data, at.mean, NJI_STAT_CODE);\n",
     "out.rstd = nji_load_any(p.rstd.data, at.rstd, NJI_STAT_CODE);\n",
     "}\n",
@@ -5134,6 +5217,11 @@ static const char *const nji_program_rows[] = {
     "out.out = 0;\n",
     "}\n",
     "}\n",
+    "NJI_INLINE void nji_fetch_row(const nji_problem &p, const nji_operand &operand, nji_i64 at,\n",
+    "int first, int count) {\n",
+    "if (nji_step(p, operand) != 1) return;\n",
+    "nji_fetch((const NJI_X *)operand.data + at + first, count * (int)sizeof(NJI_X));\n",
+    "}\n",
     "NJI_INLINE void nji_fetch_ahead(const nji_problem &p, const nji_place &place, nji_i64 row) {\n",
     "if (NJI_AHEAD == 0 || place.lane != 0) return;\n",
     "row += NJI_AHEAD * place.step;\n",
@@ -5141,8 +5229,8 @@ static const char *const nji_program_rows[] = {
     "const nji_offsets at = nji_row_offsets(p, p.dx, row);\n",
     "const int first = place.slice * NJI_WIDTH;\n",
     "const int count = NJI_COLS - first < NJI_WIDTH \? NJI_COLS - first : NJI_WIDTH;\n",
-    "nji_fetch((const NJI_X *)p.dy.data + at.dy + first, count * (int)sizeof(NJI_X));\n",
-    "if (NJI_WANT_X) nji_fetch((const NJI_X *)p.x.data + at.x + first, count * (int)sizeof(NJI_X));\n",
+    "nji_fetch_row(p, p.dy, at.dy, first, count);\n",
+    "if (NJI_WANT_X) nji_fetch_row(p, p.x, at.x, first, count);\n",
     "}\n",
     "struct nji_gradients {\n",
     "nji_real gamma[NJI_CHUNKS][NJI_VEC], beta[NJI_CHUNKS][NJI_VEC];\n",
@@ -5181,9 +5269,9 @@ static const char *const nji_program_rows[] = {
     "const nji_real gamma[NJI_CHUNKS][NJI_VEC],\n",
     "nji_real sum_g, nji_real sum_gx) {\n",
     "const nji_real mean_g = sum_g / (nji_real)NJI_COLS, mean_gx = sum_gx / (nji_real)NJI_COLS;\n",
-    "NJI_X *to = (NJI_X *)p.dx.data + row.out;\n",
+    "nji_walk<NJI_X> to((NJI_X *)p.dx.data + row.out, nji_step(p, p.dx), place);\n",
     "#pragma unroll\n",
-    "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
+    "for (int k = 0; k < NJI_CHUNKS; k++, to.next()) {\n",
     "const int column = nji_column(place, k);\n",
     "nji_real xhat[NJI_VEC], dy[NJI_VEC], g[NJI_VEC];\n",
     "nji_pack_x out;\n",
@@ -5193,13 +5281,13 @@ static const char *const nji_program_rows[] = {
     "for (int i = 0; i < NJI_VEC; i++) dy[i] = row.rstd * (g[i] - mean_g - xhat[i] * mean_gx);\n",
     "if (NJI_ACCUMULATE & 1) {\n",
     "nji_real old[NJI_VEC];\n",
-    "out.load(to + column);\n",
+    "out.load(to.pack(column));\n",
     "out.widen(old);\n",
     "#pragma unroll\n",
     "for (int i = 0; i < NJI_VEC; i++) dy[i] += old[i];\n",
     "}\n",
     "out.narrow(dy);\n",
-    "out.store(to + column);\n",
+    "out.store(to.pack(column));\n",
     "}\n",
     "}\n",
     "NJI_INLINE void nji_write_part(const nji_problem &p, const nji_place &place,\n",
@@ -5247,7 +5335,7 @@ static const char *const nji_program_rows[] = {
     "}\n",
     "NJI_INLINE void nji_start(const nji_problem &p, const nji_place &place,\n",
     "nji_real gamma[NJI_CHUNKS][NJI_VEC], nji_gradients &gradients) {\n",
-    "if (NJI_HAS_GAMMA && NJI_WANT_DX) nji_load_params(p.gamma, place, gamma);\n",
+    "if (NJI_HAS_GAMMA && NJI_WANT_DX) nji_load_params(p, p.gamma, place, gamma);\n",
     "#pragma unroll\n",
     "for (int k = 0; k < NJI_CHUNKS; k++) {\n",
     "#pragma unroll\n",
@@ -5313,7 +5401,7 @@ static const char *const nji_program_rows[] = {
     "nji_begin();\n",
     "const nji_place place = nji_my_place();\n",
     "nji_real gamma[NJI_CHUNKS][NJI_VEC];\n",
-    "if (NJI_HAS_GAMMA) nji_load_params(p.gamma, place, gamma);\n",
+    "if (NJI_HAS_GAMMA) nji_load_params(p, p.gamma, place, gamma);\n",
     "for (nji_i64 at = place.first; at < p.rows; at += place.step) {\n",
     "const nji_real *sums = (const nji_real *)p.sums + at * NJI_SLICES * 2;\n",
     "nji_real sum_g = 0, sum_gx = 0;\n",
@@ -22511,16 +22599,22 @@ typedef struct nji_cuda {
     int refuses;         /* the driver is too old for what this NVRTC makes: embedded PTX only */
 } nji_cuda;
 
+/* Kernels of a choice. */
+typedef struct nji_fast_kernels {
+    nj_source source;
+    void *first;  /* the rows or tiles kernel, or the split kernels' first */
+    void *second; /* the split kernels' second */
+} nji_fast_kernels;
+
 /* Kernels of a plan; NULL where the plan has no use for one. */
 typedef struct nji_cuda_plan {
-    nji_choice choice;
+    nji_choice choice, loose;
     nj_desc desc;
     size_t workspace_bytes;
-    nj_source fast_source, strided_source;
+    nj_source strided_source;
     int arch_specific;
     int measured, candidate; /* whether and which of nji_alternatives measuring chose */
-    void *fast_first;  /* the rows or tiles kernel, or the split kernels' first */
-    void *fast_second; /* the split kernels' second */
+    nji_fast_kernels fast[2]; /* by nji_choice.loose */
     void *strided, *strided_parts, *params_sum;
 } nji_cuda_plan;
 
@@ -22774,6 +22868,16 @@ typedef struct nji_fast_program {
 } nji_fast_program;
 
 static const nji_fast_program *nji_fast_program_of(const nji_choice *choice) {
+    static const nji_fast_program loose[] = {
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
+         {{"nj_loose_rows_backward", NULL}, {"nj_loose_rows_forward", NULL}}},
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
+         {{"nj_loose_split_backward_sums", "nj_loose_split_backward_write"},
+          {"nj_loose_split_forward_sums", "nj_loose_split_forward_write"}}}};
     static const nji_fast_program program[] = {
         {"norm_rows.cu",
          nji_program_rows,
@@ -22792,22 +22896,23 @@ static const nji_fast_program *nji_fast_program_of(const nji_choice *choice) {
          nji_program_ring,
          NJI_PROGRAM_RING_HASH,
          {{"nj_ring_backward", NULL}, {NULL, NULL}}}};
-    return &program[choice->family];
+    return choice->loose ? &loose[choice->family] : &program[choice->family];
 }
 
 static int nji_writes_full(const nj_desc *desc) {
     return desc->op == NJ_OP_LAYER_NORM_FORWARD || (desc->grads & NJ_GRAD_DX) != 0;
 }
 
-static nj_status nji_cuda_select_fast(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
-                                      const char *call) {
-    const nji_fast_program *program = nji_fast_program_of(&plan->choice);
-    const char *const *kernel = program->kernel[plan->choice.forward];
+static nj_status nji_cuda_select_fast(nji_cuda *cuda, nji_cuda_plan *plan,
+                                      const nji_choice *choice, int64_t cols, const char *call) {
+    const nji_fast_program *program = nji_fast_program_of(choice);
+    const char *const *kernel = program->kernel[choice->forward];
+    nji_fast_kernels *kernels = &plan->fast[choice->loose];
     nji_options options;
     nji_jit_request request;
     const nji_module *module;
     nj_status status;
-    nji_fast_options(&plan->desc, cols, &plan->choice, &options);
+    nji_fast_options(&plan->desc, cols, choice, &options);
     request.name = program->name;
     request.lines = program->lines;
     request.source_hash = program->hash;
@@ -22817,17 +22922,17 @@ static nj_status nji_cuda_select_fast(nji_cuda *cuda, nji_cuda_plan *plan, int64
     request.arch_specific = plan->arch_specific;
     status = nji_cuda_compiled(cuda, &request, &module, call);
     if (status != NJ_OK) return status;
-    plan->fast_source = module->source;
-    status = nji_cuda_function(cuda, module, kernel[0], &plan->fast_first, call);
-    if (status == NJ_OK && plan->choice.shared_bytes > 0) {
+    kernels->source = module->source;
+    status = nji_cuda_function(cuda, module, kernel[0], &kernels->first, call);
+    if (status == NJ_OK && choice->shared_bytes > 0) {
         int result = cuda->driver.cuFuncSetAttribute(
-            plan->fast_first, NJI_CU_FUNC_MOST_DYNAMIC_SHARED, plan->choice.shared_bytes);
+            kernels->first, NJI_CU_FUNC_MOST_DYNAMIC_SHARED, choice->shared_bytes);
         if (result != 0) {
             return nji_driver_fail(&cuda->driver, result, call, "cuFuncSetAttribute");
         }
     }
     if (status == NJ_OK && kernel[1] && nji_writes_full(&plan->desc)) {
-        status = nji_cuda_function(cuda, module, kernel[1], &plan->fast_second, call);
+        status = nji_cuda_function(cuda, module, kernel[1], &kernels->second, call);
     }
     return status;
 }
@@ -22874,7 +22979,10 @@ static nj_status nji_cuda_select_kernels(nji_cuda *cuda, nji_cuda_plan *plan, in
                                          const char *call) {
     nj_status status = NJ_OK;
     if (nji_cuda_compiles(cuda) && plan->choice.family != NJI_STRIDED) {
-        status = nji_cuda_select_fast(cuda, plan, cols, call);
+        status = nji_cuda_select_fast(cuda, plan, &plan->choice, cols, call);
+    }
+    if (status == NJ_OK && nji_cuda_compiles(cuda) && plan->loose.family != NJI_STRIDED) {
+        status = nji_cuda_select_fast(cuda, plan, &plan->loose, cols, call);
     }
     return status == NJ_OK ? nji_cuda_select_strided(cuda, plan, call) : status;
 }
@@ -22896,14 +23004,17 @@ static nj_status nji_cuda_check_capture(const nji_cuda *cuda, void *stream, cons
                        : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
 }
 
-/* The plan's choice by the table. Nothing is compiled. */
+/* The plan's choices by the table. Nothing is compiled. */
 static nj_status nji_cuda_choose(const nji_cuda *cuda, const nj_desc *desc, int64_t rows,
                                  int64_t cols, const nj_preference *pref, nji_cuda_plan *plan,
                                  const char *call) {
+    nj_status status;
     memset(plan, 0, sizeof *plan);
     plan->desc = *desc;
     plan->arch_specific = pref->allow_arch_specific && cuda->facts.arch >= 90;
-    return nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
+    status = nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
+    if (status != NJ_OK) return status;
+    return nji_choose_loose(desc, rows, cols, &cuda->facts, pref, &plan->loose, call);
 }
 
 /* The kernels of a plan that has its choice. The caller holds the ctx's lock. */
@@ -22912,7 +23023,8 @@ static nj_status nji_cuda_select(nji_cuda *cuda, nji_cuda_plan *plan, int64_t co
     int pushed;
     nj_status status;
     nji_error before = nji_last;
-    plan->workspace_bytes = (size_t)nji_workspace_of(&plan->choice);
+    int64_t fast = nji_workspace_of(&plan->choice), loose = nji_workspace_of(&plan->loose);
+    plan->workspace_bytes = (size_t)(fast > loose ? fast : loose);
     status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
     status = nji_cuda_check_capture(cuda, NULL, call);
@@ -22921,7 +23033,7 @@ static nj_status nji_cuda_select(nji_cuda *cuda, nji_cuda_plan *plan, int64_t co
         nji_note(&cuda->jit.log, NJ_LOG_WARNING, "using the embedded PTX: %s", nji_last.text);
         nji_last = before;
         cuda->refuses = 1;
-        plan->fast_first = plan->fast_second = NULL;
+        memset(plan->fast, 0, sizeof plan->fast);
         status = nji_cuda_select_strided(cuda, plan, call);
     }
     nji_cuda_leave(cuda, pushed);
@@ -23012,9 +23124,22 @@ static int nji_takes_tiles(const nji_cuda_plan *plan, const nji_problem *problem
 }
 
 static int nji_takes_fast(const nji_cuda_plan *plan, const nji_problem *problem, nj_layout layout) {
-    if (!plan->fast_first) return 0;
     return plan->choice.family == NJI_TILES ? nji_takes_tiles(plan, problem, layout)
                                             : nji_takes_rows(plan, problem, layout);
+}
+
+/* Whether the loose kernels take these operands. Where neighbouring rows are adjacent the strided
+   ones read them in one access, these in one for each. */
+static int nji_takes_loose(const nji_problem *problem, nj_layout layout) {
+    return layout != NJ_LAYOUT_CHANNELS_FIRST && problem->col_dims <= 1;
+}
+
+/* The choice whose kernels take these operands; NULL: the strided kernels do. */
+static const nji_choice *nji_choice_for(const nji_cuda_plan *plan, const nji_problem *problem,
+                                        nj_layout layout) {
+    if (plan->fast[0].first && nji_takes_fast(plan, problem, layout)) return &plan->choice;
+    if (plan->fast[1].first && nji_takes_loose(problem, layout)) return &plan->loose;
+    return NULL;
 }
 
 /* Grid and block of one launch; x alone is large. */
@@ -23097,9 +23222,10 @@ static int nji_finishes_alone(const nji_choice *choice) {
 }
 
 /* Fast kernels, and the sum of the parts between them. */
-static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
-                              void *stream, const char *call) {
-    const nji_choice *choice = &plan->choice;
+static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                              const nji_choice *choice, nji_problem *problem, void *stream,
+                              const char *call) {
+    const nji_fast_kernels *kernels = &plan->fast[choice->loose];
     int64_t blocks = nji_fast_blocks(choice, problem);
     int64_t most = INT32_MAX / choice->slices; /* whole clusters */
     nji_grid all = nji_grid_of(nji_min_i64(blocks, most) * choice->slices, 1, choice->threads, 1);
@@ -23114,12 +23240,13 @@ static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, n
             nji_min_i64(blocks, nji_resident_clusters(choice, &cuda->facts)) * choice->slices;
     }
     problem->parts = choice->parts;
-    status = nji_launch(cuda, plan->fast_first, &first, problem, stream, call);
+    if (problem->partial) problem->sums = (char *)problem->partial + nji_sums_offset(choice);
+    status = nji_launch(cuda, kernels->first, &first, problem, stream, call);
     if (status == NJ_OK && plan->params_sum && !nji_finishes_alone(choice)) {
         status = nji_launch_params_sum(cuda, plan, problem, stream, call);
     }
-    if (status == NJ_OK && plan->fast_second) {
-        status = nji_launch(cuda, plan->fast_second, &all, problem, stream, call);
+    if (status == NJ_OK && kernels->second) {
+        status = nji_launch(cuda, kernels->second, &all, problem, stream, call);
     }
     return status;
 }
@@ -23154,12 +23281,12 @@ static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan
 static nj_status nji_cuda_run(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
                               void *stream, const char *call) {
     nj_layout layout = nji_layout_of(problem);
+    const nji_choice *choice = problem->rows > 0 ? nji_choice_for(plan, problem, layout) : NULL;
     int pushed;
     nj_status status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
-    if (problem->partial) problem->sums = (char *)problem->partial + nji_sums_offset(&plan->choice);
-    if (problem->rows > 0 && nji_takes_fast(plan, problem, layout)) {
-        status = nji_run_fast(cuda, plan, problem, stream, call);
+    if (choice) {
+        status = nji_run_fast(cuda, plan, choice, problem, stream, call);
     } else {
         status =
             nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
@@ -23170,18 +23297,18 @@ static nj_status nji_cuda_run(const nji_cuda *cuda, const nji_cuda_plan *plan, n
 
 static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan,
                          const nji_problem *problem, nj_sku *out) {
-    int fast = nji_takes_fast(plan, problem, (nj_layout)out->layout);
-    const char *kernel = fast ? nji_fast_program_of(&plan->choice)->kernel[plan->choice.forward][0]
+    const nji_choice *choice = nji_choice_for(plan, problem, (nj_layout)out->layout);
+    const char *kernel = choice ? nji_fast_program_of(choice)->kernel[choice->forward][0]
                          : plan->choice.forward ? "nj_strided_forward"
                          : plan->strided        ? "nj_strided_backward"
                                                 : "nj_strided_parts";
     int size = (int)nj_dtype_size(plan->desc.dtype);
     out->arch = cuda->facts.arch;
     out->arch_specific = plan->arch_specific;
-    out->source = (int32_t)(fast ? plan->fast_source : plan->strided_source);
-    out->threads = fast ? plan->choice.threads : NJI_STRIDED_THREADS;
-    out->vector_bytes = fast ? plan->choice.vec * size : size;
-    out->candidate = fast ? plan->candidate : 0;
+    out->source = (int32_t)(choice ? plan->fast[choice->loose].source : plan->strided_source);
+    out->threads = choice ? choice->threads : NJI_STRIDED_THREADS;
+    out->vector_bytes = choice ? choice->vec * size : size;
+    out->candidate = choice == &plan->choice ? plan->candidate : 0;
     snprintf(out->kernel, sizeof out->kernel, "%s", kernel);
 }
 

@@ -1,5 +1,5 @@
 // Rows of unit-stride columns, kept in registers between the sums and the result: x and dy are read
-// from memory once.
+// from memory once. Built with NJI_LOOSE, columns of any stride, one for each operand.
 //
 // Mapping. A row is cut in NJI_SLICES slices, a block works on one slice; within it NJI_LANES
 // threads share a row, each with NJI_CHUNKS packs of NJI_VEC columns, a lane apart. Up to 32 lanes
@@ -11,7 +11,8 @@
 // The build defines, beside the types: NJI_COLS, NJI_VEC, NJI_LANES, NJI_CHUNKS, NJI_THREADS,
 // NJI_SLICES, NJI_CLUSTER (0 or 1), NJI_BLOCKS (per multiprocessor, at least), NJI_P (parameter
 // type), NJI_PREFETCH (0 or 1), NJI_AHEAD (rows that the L2 cache is asked for in advance),
-// NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
+// NJI_LOOSE (0 or 1; with 1 NJI_VEC is 1), NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA,
+// NJI_GRADS, NJI_ACCUMULATE.
 
 #define NJI_ROWS (NJI_THREADS / NJI_LANES) // rows that a block works on
 #define NJI_WARPS ((NJI_LANES + 31) / 32)  // warps that share a row
@@ -23,6 +24,15 @@
     __launch_bounds__(NJI_THREADS, NJI_BLOCKS)
 #else
 #define NJI_KERNEL extern "C" __global__ void __launch_bounds__(NJI_THREADS, NJI_BLOCKS)
+#endif
+
+#if NJI_LOOSE // kernels of another name
+#define nj_rows_forward nj_loose_rows_forward
+#define nj_rows_backward nj_loose_rows_backward
+#define nj_split_forward_sums nj_loose_split_forward_sums
+#define nj_split_forward_write nj_loose_split_forward_write
+#define nj_split_backward_sums nj_loose_split_backward_sums
+#define nj_split_backward_write nj_loose_split_backward_write
 #endif
 
 typedef nji_pack<NJI_X, NJI_VEC> nji_pack_x;
@@ -54,27 +64,57 @@ NJI_INLINE bool nji_is_column(int column) {
     return NJI_WIDTH * NJI_SLICES == NJI_COLS || column < NJI_COLS;
 }
 
-NJI_INLINE void nji_load_params(const nji_operand &operand, const nji_place &place,
-                                nji_real out[NJI_CHUNKS][NJI_VEC]) {
+// Elements from one column to the next. A single column has no dim of its own.
+NJI_INLINE nji_i64 nji_step(const nji_problem &p, const nji_operand &operand) {
+    return NJI_LOOSE && p.col_dims > 0 ? operand.stride[p.row_dims] : 1;
+}
+
+// Goes over a thread's packs of a row that begins at `first`. Unit strides have constant distances;
+// others are added up, since a product for each pack would take registers.
+template <typename T> struct nji_walk {
+    T *at;
+    nji_i64 step; // from pack to pack
+
+    __device__ __forceinline__ nji_walk(T *first, nji_i64 step, const nji_place &place)
+        : at(NJI_LOOSE ? first + nji_column(place, 0) * step : first),
+          step(NJI_LANES * NJI_VEC * step) {}
+    __device__ __forceinline__ T *pack(int column) const { return NJI_LOOSE ? at : at + column; }
+    __device__ __forceinline__ void next() {
+        if (NJI_LOOSE) at += step;
+    }
+};
+
+NJI_INLINE void nji_load_params(const nji_problem &p, const nji_operand &operand,
+                                const nji_place &place, nji_real out[NJI_CHUNKS][NJI_VEC]) {
+    nji_walk<const NJI_P> from((const NJI_P *)operand.data, nji_step(p, operand), place);
 #pragma unroll
-    for (int k = 0; k < NJI_CHUNKS; k++) {
+    for (int k = 0; k < NJI_CHUNKS; k++, from.next()) {
         nji_pack_p pack;
         const int column = nji_column(place, k);
         pack.zero();
-        if (nji_is_column(column)) pack.load((const NJI_P *)operand.data + column);
+        if (nji_is_column(column)) pack.load(from.pack(column));
         pack.widen(out[k]);
     }
 }
 
-NJI_INLINE void nji_load_row(const nji_operand &operand, nji_i64 at, const nji_place &place,
-                             nji_pack_x out[NJI_CHUNKS]) {
-    const NJI_X *from = (const NJI_X *)operand.data + at;
+NJI_INLINE void nji_load_columns(const NJI_X *first, nji_i64 step, const nji_place &place,
+                                 nji_pack_x out[NJI_CHUNKS]) {
+    nji_walk<const NJI_X> from(first, step, place);
 #pragma unroll
-    for (int k = 0; k < NJI_CHUNKS; k++) {
+    for (int k = 0; k < NJI_CHUNKS; k++, from.next()) {
         const int column = nji_column(place, k);
-        if (nji_is_column(column)) out[k].load(from + column);
+        if (nji_is_column(column)) out[k].load(from.pack(column));
         else out[k].zero();
     }
+}
+
+// Unit stride has code of its own: its distances are constants.
+NJI_INLINE void nji_load_row(const nji_problem &p, const nji_operand &operand, nji_i64 at,
+                             const nji_place &place, nji_pack_x out[NJI_CHUNKS]) {
+    const NJI_X *first = (const NJI_X *)operand.data + at;
+    const nji_i64 step = nji_step(p, operand);
+    if (step == 1) nji_load_columns(first, 1, place, out);
+    else nji_load_columns(first, step, place, out);
 }
 
 NJI_INLINE void nji_zero_row(nji_pack_x out[NJI_CHUNKS]) {
@@ -191,9 +231,11 @@ NJI_INLINE nji_real nji_rstd_of(nji_real squares, nji_real eps) {
 NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i64 at,
                             const nji_pack_x x[NJI_CHUNKS], nji_real center, nji_real shift,
                             nji_real rstd) {
-    NJI_X *to = (NJI_X *)p.y.data + at;
+    nji_walk<NJI_X> to((NJI_X *)p.y.data + at, nji_step(p, p.y), place);
+    nji_walk<const NJI_P> gamma_at((const NJI_P *)p.gamma.data, nji_step(p, p.gamma), place);
+    nji_walk<const NJI_P> beta_at((const NJI_P *)p.beta.data, nji_step(p, p.beta), place);
 #pragma unroll
-    for (int k = 0; k < NJI_CHUNKS; k++) {
+    for (int k = 0; k < NJI_CHUNKS; k++, to.next(), gamma_at.next(), beta_at.next()) {
         const int column = nji_column(place, k);
         nji_real value[NJI_VEC], gamma[NJI_VEC], beta[NJI_VEC];
         nji_pack_p param;
@@ -201,11 +243,11 @@ NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i6
         if (!nji_is_column(column)) continue;
         x[k].widen(value);
         if (NJI_HAS_GAMMA) {
-            param.load((const NJI_P *)p.gamma.data + column);
+            param.load(gamma_at.pack(column));
             param.widen(gamma);
         }
         if (NJI_HAS_BETA) {
-            param.load((const NJI_P *)p.beta.data + column);
+            param.load(beta_at.pack(column));
             param.widen(beta);
         }
 #pragma unroll
@@ -215,7 +257,7 @@ NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i6
             if (NJI_HAS_BETA) value[i] += beta[i];
         }
         out.narrow(value);
-        out.store(to + column);
+        out.store(to.pack(column));
     }
 }
 
@@ -233,7 +275,7 @@ NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {
         nji_pack_x x[NJI_CHUNKS];
         nji_real center, shift, squares;
         // A group past the last row adds nothing, and keeps off a row that another may overwrite.
-        if (NJI_ROWS == 1 || is_row) nji_load_row(p.x, at.x, place, x);
+        if (NJI_ROWS == 1 || is_row) nji_load_row(p, p.x, at.x, place, x);
         else nji_zero_row(x);
         nji_moments(place, x, (nji_real)NJI_COLS, center, shift, squares, turn);
         const nji_real rstd = nji_rstd_of(squares, (nji_real)p.eps);
@@ -255,7 +297,7 @@ NJI_KERNEL nj_split_forward_sums(NJI_PARAMETER p) {
     for (nji_i64 row = place.first; row < p.rows; row += place.step) {
         nji_pack_x x[NJI_CHUNKS];
         nji_real center, shift, squares;
-        nji_load_row(p.x, nji_row_offsets(p, p.y, row).x, place, x);
+        nji_load_row(p, p.x, nji_row_offsets(p, p.y, row).x, place, x);
         nji_moments(place, x, nji_slice_cols(place.slice), center, shift, squares, turn);
         if (place.lane == 0) {
             sums[(row * NJI_SLICES + place.slice) * 2] = center + shift;
@@ -275,7 +317,7 @@ NJI_KERNEL nj_split_forward_write(NJI_PARAMETER p) {
         const nji_real center = sums[0];
         nji_pack_x x[NJI_CHUNKS];
         nji_real shift = 0, squares = 0;
-        nji_load_row(p.x, at.x, place, x);
+        nji_load_row(p, p.x, at.x, place, x);
         for (int s = 0; s < NJI_SLICES; s++) shift += nji_slice_cols(s) * (sums[2 * s] - center);
         shift = nji_shift_of(shift / (nji_real)NJI_COLS);
         for (int s = 0; s < NJI_SLICES; s++) {
@@ -309,9 +351,9 @@ NJI_INLINE void nji_load(const nji_problem &p, const nji_place &place, nji_i64 r
     if (row < p.rows) {
         const nji_offsets at = nji_row_offsets(p, p.dx, row);
         out.out = at.out;
-        nji_load_row(p.dy, at.dy, place, out.dy);
+        nji_load_row(p, p.dy, at.dy, place, out.dy);
         if (NJI_WANT_X) {
-            nji_load_row(p.x, at.x, place, out.x);
+            nji_load_row(p, p.x, at.x, place, out.x);
             out.mean = nji_load_any(p.mean.data, at.mean, NJI_STAT_CODE);
             out.rstd = nji_load_any(p.rstd.data, at.rstd, NJI_STAT_CODE);
         }
@@ -326,6 +368,13 @@ NJI_INLINE void nji_load(const nji_problem &p, const nji_place &place, nji_i64 r
     }
 }
 
+// Asks the L2 cache for this block's piece of a row, where it is one piece.
+NJI_INLINE void nji_fetch_row(const nji_problem &p, const nji_operand &operand, nji_i64 at,
+                              int first, int count) {
+    if (nji_step(p, operand) != 1) return;
+    nji_fetch((const NJI_X *)operand.data + at + first, count * (int)sizeof(NJI_X));
+}
+
 // Asks the L2 cache for the slice of a row that is worked on some steps later.
 NJI_INLINE void nji_fetch_ahead(const nji_problem &p, const nji_place &place, nji_i64 row) {
     if (NJI_AHEAD == 0 || place.lane != 0) return;
@@ -334,8 +383,8 @@ NJI_INLINE void nji_fetch_ahead(const nji_problem &p, const nji_place &place, nj
     const nji_offsets at = nji_row_offsets(p, p.dx, row);
     const int first = place.slice * NJI_WIDTH;
     const int count = NJI_COLS - first < NJI_WIDTH ? NJI_COLS - first : NJI_WIDTH;
-    nji_fetch((const NJI_X *)p.dy.data + at.dy + first, count * (int)sizeof(NJI_X));
-    if (NJI_WANT_X) nji_fetch((const NJI_X *)p.x.data + at.x + first, count * (int)sizeof(NJI_X));
+    nji_fetch_row(p, p.dy, at.dy, first, count);
+    if (NJI_WANT_X) nji_fetch_row(p, p.x, at.x, first, count);
 }
 
 struct nji_gradients {
@@ -382,9 +431,9 @@ NJI_INLINE void nji_write_dx(const nji_problem &p, const nji_place &place, const
                              const nji_real gamma[NJI_CHUNKS][NJI_VEC],
                              nji_real sum_g, nji_real sum_gx) {
     const nji_real mean_g = sum_g / (nji_real)NJI_COLS, mean_gx = sum_gx / (nji_real)NJI_COLS;
-    NJI_X *to = (NJI_X *)p.dx.data + row.out;
+    nji_walk<NJI_X> to((NJI_X *)p.dx.data + row.out, nji_step(p, p.dx), place);
 #pragma unroll
-    for (int k = 0; k < NJI_CHUNKS; k++) {
+    for (int k = 0; k < NJI_CHUNKS; k++, to.next()) {
         const int column = nji_column(place, k);
         nji_real xhat[NJI_VEC], dy[NJI_VEC], g[NJI_VEC];
         nji_pack_x out;
@@ -394,13 +443,13 @@ NJI_INLINE void nji_write_dx(const nji_problem &p, const nji_place &place, const
         for (int i = 0; i < NJI_VEC; i++) dy[i] = row.rstd * (g[i] - mean_g - xhat[i] * mean_gx);
         if (NJI_ACCUMULATE & 1) {
             nji_real old[NJI_VEC];
-            out.load(to + column);
+            out.load(to.pack(column));
             out.widen(old);
 #pragma unroll
             for (int i = 0; i < NJI_VEC; i++) dy[i] += old[i];
         }
         out.narrow(dy);
-        out.store(to + column);
+        out.store(to.pack(column));
     }
 }
 
@@ -452,7 +501,7 @@ NJI_INLINE void nji_write_parts(const nji_problem &p, const nji_place &place,
 
 NJI_INLINE void nji_start(const nji_problem &p, const nji_place &place,
                           nji_real gamma[NJI_CHUNKS][NJI_VEC], nji_gradients &gradients) {
-    if (NJI_HAS_GAMMA && NJI_WANT_DX) nji_load_params(p.gamma, place, gamma);
+    if (NJI_HAS_GAMMA && NJI_WANT_DX) nji_load_params(p, p.gamma, place, gamma);
 #pragma unroll
     for (int k = 0; k < NJI_CHUNKS; k++) {
 #pragma unroll
@@ -526,7 +575,7 @@ NJI_KERNEL nj_split_backward_write(NJI_PARAMETER p) {
     nji_begin();
     const nji_place place = nji_my_place();
     nji_real gamma[NJI_CHUNKS][NJI_VEC];
-    if (NJI_HAS_GAMMA) nji_load_params(p.gamma, place, gamma);
+    if (NJI_HAS_GAMMA) nji_load_params(p, p.gamma, place, gamma);
     for (nji_i64 at = place.first; at < p.rows; at += place.step) {
         const nji_real *sums = (const nji_real *)p.sums + at * NJI_SLICES * 2;
         nji_real sum_g = 0, sum_gx = 0;

@@ -939,14 +939,16 @@ static void partial_gradients_fit_the_workspace(void **state) {
             nj_args args = args_of(&desc);
             nj_plan *plan;
             size_t bytes;
-            int strided, back;
+            int layout, back;
             if (heights[r] * lengths[c] * 4 > (int64_t)MEMORY_BYTES) continue;
             plan = plan_of(ctx, desc);
             bytes = nj_plan_workspace_size(plan);
-            for (strided = 0; strided <= 1; strided++) {
-                if (strided) {
-                    args.x.stride[0] = 1;
-                    args.x.stride[1] = heights[r];
+            for (layout = 0; layout < 3; layout++) {
+                args = args_of(&desc);
+                if (layout == 1) args.dy.stride[0] = args.dy.stride[1] = 0; /* loose */
+                if (layout == 2) {
+                    args.x.stride[0] = args.dx.stride[0] = 1;
+                    args.x.stride[1] = args.dx.stride[1] = heights[r];
                 }
                 fake.reset();
                 assert_int_equal(run(plan, &args), NJ_OK);
@@ -955,7 +957,7 @@ static void partial_gradients_fit_the_workspace(void **state) {
                     size_t end = (size_t)problem->parts * 2 * (size_t)lengths[c] * sizeof(float);
                     assert_true(problem->parts >= 1);
                     assert_in_range(end, 1, bytes);
-                    if (problem->sums && strstr(fake.launch_name(back), "nj_split")) {
+                    if (problem->sums && strstr(fake.launch_name(back), "split_")) {
                         size_t at = (size_t)((char *)problem->sums - (char *)WORKSPACE);
                         assert_in_range(at, end, bytes);
                         assert_int_equal(at % 256, 0);
@@ -968,33 +970,121 @@ static void partial_gradients_fit_the_workspace(void **state) {
     nj_ctx_destroy(ctx);
 }
 
-static void operands_that_the_fast_kernels_cannot_read_take_the_strided_ones(void **state) {
+/* Which kernel takes the operands, and that it is what runs. */
+static void assert_taken_by(const nj_plan *plan, const nj_args *args, const char *kernel,
+                            nj_layout layout, int vector_bytes) {
+    unsigned shape[12];
+    nj_sku sku;
+    int back;
+    if (nj_plan_sku(plan, args, &sku) != NJ_OK) fail_msg("%s", nj_last_error());
+    assert_string_equal(sku.kernel, kernel);
+    assert_int_equal(sku.layout, layout);
+    assert_int_equal(sku.vector_bytes, vector_bytes);
+    assert_int_equal(sku.source, NJ_SOURCE_NVRTC);
+    fake.reset();
+    if (run(plan, args) != NJ_OK) fail_msg("%s", nj_last_error());
+    for (back = 0; strcmp(fake.launch_name(back), kernel) != 0; back++)
+        assert_true(back + 1 < launches());
+    assert_true(fake.launch_shape(back, shape));
+    assert_int_equal(shape[3], sku.threads);
+}
+
+static void forward_operands_that_the_rows_kernels_cannot_read_take_the_loose_ones(void **state) {
     nj_ctx *ctx = cuda_ctx();
     nj_desc desc = forward_desc();
     nj_plan *plan = plan_of(ctx, desc);
+    nj_layout layout = NJ_LAYOUT_PACKED;
     nj_args args;
-    nj_sku sku;
     int which;
     (void)state;
-    for (which = 0; which < 4; which++) {
+    for (which = 0; which < 7; which++) {
         args = args_of(&desc);
-        args.x.count = args.y.count = 0;
+        args.x.count = args.y.count = args.gamma.count = 0;
+        if (which == 1) layout = NJ_LAYOUT_PADDED_ROWS;
+        if (which == 3) layout = NJ_LAYOUT_PACKED;
+        if (which == 4) layout = NJ_LAYOUT_STRIDED;
         if (which == 0) args.x.offset = 1;      /* not aligned to 16 bytes */
         if (which == 1) args.y.stride[0] = 769; /* nor every row */
-        if (which == 2) args.gamma.data = (char *)memory(2) + 2;
-        if (which == 3) args.x.stride[1] = 0;
-        assert_int_equal(nj_plan_sku(plan, &args, &sku), NJ_OK);
-        assert_string_equal(sku.kernel, "nj_strided_forward");
-        assert_int_equal(sku.vector_bytes, 2);
-        assert_int_equal(run(plan, &args), NJ_OK);
-        assert_string_equal(fake.launch_name(0), sku.kernel);
+        if (which == 2) args.x.stride[0] = 769;
+        if (which == 3) args.gamma.data = (char *)memory(2) + 2;
+        if (which == 4) args.x.stride[1] = 0;
+        if (which == 5) args.y.stride[1] = 2, args.y.stride[0] = 2 * COLS;
+        if (which == 6) args.gamma.stride[0] = -1, args.gamma.offset = COLS - 1;
+        assert_taken_by(plan, &args, "nj_loose_rows_forward", layout, 2);
     }
     args = args_of(&desc);
     args.x.stride[0] = args.y.stride[0] = 776; /* padded rows that stay aligned do not */
     args.x.count = args.y.count = 0;
-    assert_int_equal(nj_plan_sku(plan, &args, &sku), NJ_OK);
-    assert_string_equal(sku.kernel, "nj_rows_forward");
-    assert_int_equal(sku.layout, NJ_LAYOUT_PADDED_ROWS);
+    assert_taken_by(plan, &args, "nj_rows_forward", NJ_LAYOUT_PADDED_ROWS, 16);
+    args = args_of(&desc); /* columns first: neighbouring rows are adjacent */
+    args.x.stride[0] = args.y.stride[0] = 1;
+    args.x.stride[1] = args.y.stride[1] = ROWS;
+    assert_taken_by(plan, &args, "nj_strided_forward", NJ_LAYOUT_CHANNELS_FIRST, 2);
+    nj_plan_destroy(plan);
+    nj_ctx_destroy(ctx);
+}
+
+static void broadcast_gradient_takes_the_loose_kernels(void **state) {
+    static const int64_t lengths[] = {COLS, COLS + 1, 4096, 20000};
+    nj_ctx *ctx = cuda_ctx();
+    size_t i;
+    (void)state;
+    for (i = 0; i < COUNT_OF(lengths); i++) {
+        const int is_split = lengths[i] > 16384;
+        nj_desc desc = desc_of(NJ_OP_LAYER_NORM_BACKWARD, ROWS, lengths[i]);
+        nj_plan *plan = plan_of(ctx, desc);
+        nj_args args = args_of(&desc);
+        args.dy.stride[0] = args.dy.stride[1] = 0; /* as of a sum */
+        assert_taken_by(plan, &args,
+                        is_split ? "nj_loose_split_backward_sums" : "nj_loose_rows_backward",
+                        NJ_LAYOUT_STRIDED, 2);
+        assert_int_equal(launches(), is_split ? 3 : 2);
+        assert_string_equal(fake.launch_name(launches() - 2), "nj_params_sum");
+        args.x.stride[0] = args.dx.stride[0] = 1; /* where dx says so, columns come first */
+        args.x.stride[1] = args.dx.stride[1] = ROWS;
+        assert_taken_by(plan, &args, "nj_strided_backward", NJ_LAYOUT_CHANNELS_FIRST, 2);
+        nj_plan_destroy(plan);
+    }
+    nj_ctx_destroy(ctx);
+}
+
+/* What is channels-first by its shape may lie in memory channels-last. */
+static void tiles_plan_takes_packed_rows_with_the_loose_kernels(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nj_desc desc = backward_desc();
+    nj_args args;
+    nj_plan *plan;
+    (void)state;
+    desc.rank = 3;
+    desc.shape[0] = 4;
+    desc.shape[1] = 96;
+    desc.shape[2] = 128;
+    plan = plan_of(ctx, desc);
+    args = args_of(&desc);
+    assert_taken_by(plan, &args, "nj_tiles_backward", NJ_LAYOUT_CHANNELS_FIRST, 16);
+    args.x.stride[1] = args.dy.stride[1] = args.dx.stride[1] = 1;
+    args.x.stride[2] = args.dy.stride[2] = args.dx.stride[2] = 96;
+    assert_taken_by(plan, &args, "nj_loose_rows_backward", NJ_LAYOUT_PACKED, 2);
+    nj_plan_destroy(plan);
+    nj_ctx_destroy(ctx);
+}
+
+static void columns_of_two_strides_take_the_strided_kernels(void **state) {
+    nj_ctx *ctx = cuda_ctx();
+    nj_desc desc = forward_desc();
+    nj_args args;
+    nj_plan *plan;
+    (void)state;
+    desc.rank = 3;
+    desc.shape[1] = 8;
+    desc.shape[2] = 96;
+    desc.norm_axes = 6;
+    plan = plan_of(ctx, desc);
+    args = args_of(&desc);
+    args.x.stride[1] = 100;
+    args.x.stride[0] = 800;
+    args.x.count = 0;
+    assert_taken_by(plan, &args, "nj_strided_forward", NJ_LAYOUT_STRIDED, 2);
     nj_plan_destroy(plan);
     nj_ctx_destroy(ctx);
 }
@@ -1274,6 +1364,18 @@ static int candidates_of(nj_ctx *ctx, nj_desc desc, nji_choice choice[NJI_TUNE_C
                             NJI_TUNE_CANDIDATES);
 }
 
+/* Of the plan's loose kernels. */
+static int64_t loose_workspace(nj_ctx *ctx, nj_desc desc) {
+    nj_preference pref;
+    nji_choice choice;
+    int64_t rows, cols;
+    memset(&pref, 0, sizeof pref);
+    assert_int_equal(nji_check_desc(&desc, &rows, &cols, "test"), NJ_OK);
+    assert_int_equal(
+        nji_choose_loose(&desc, rows, cols, &ctx->cuda.facts, &pref, &choice, "test"), NJ_OK);
+    return nji_workspace_of(&choice);
+}
+
 static int candidate_of(const nj_plan *plan) {
     nj_sku sku;
     assert_int_equal(nj_plan_sku(plan, NULL, &sku), NJ_OK);
@@ -1303,6 +1405,7 @@ static void fastest_geometry_is_the_plans(void **state) {
         nj_ctx *ctx = cuda_ctx();
         nj_plan *plan;
         unsigned shape[12];
+        int64_t workspace;
         int compiles;
         count = candidates_of(ctx, desc, choice);
         assert_in_range(count, 2, NJI_TUNE_CANDIDATES);
@@ -1310,8 +1413,10 @@ static void fastest_geometry_is_the_plans(void **state) {
         compiles = fake.nvrtc_compiles();
         plan = plan_with(ctx, desc, measuring());
         assert_int_equal(candidate_of(plan), winner);
-        assert_int_equal(nj_plan_workspace_size(plan), nji_workspace_of(&choice[winner]));
-        assert_int_equal(fake.nvrtc_compiles() - compiles, count + 1); /* the strided kernels */
+        workspace = nji_workspace_of(&choice[winner]);
+        if (workspace < loose_workspace(ctx, desc)) workspace = loose_workspace(ctx, desc);
+        assert_int_equal(nj_plan_workspace_size(plan), workspace);
+        assert_int_equal(fake.nvrtc_compiles() - compiles, count + 2); /* loose, strided */
         assert_int_equal(tunes_of(ctx), 1);
         fake.reset();
         assert_runs(plan, &desc);
@@ -1490,12 +1595,12 @@ static void winner_is_remembered_on_disk(void **state) {
     assert_int_equal(launches(), 0);
     assert_int_equal(tunes_of(ctx), 0);
     assert_int_equal(ctx->cuda.jit.stats.compiles, 0);
-    assert_int_equal(fake.live_modules(), modules_before + 2); /* the losers were not even loaded */
-    assert_int_equal(ctx->cuda.jit.stats.disk_hits, 3);        /* two programs and the record */
+    assert_int_equal(fake.live_modules(), modules_before + 3); /* the losers were not even loaded */
+    assert_int_equal(ctx->cuda.jit.stats.disk_hits, 4);        /* three programs and the record */
     nj_plan_destroy(plan);
     plan = plan_with(ctx, desc, none); /* the ctx knows it by now */
     assert_int_equal(candidate_of(plan), 1);
-    assert_int_equal(ctx->cuda.jit.stats.disk_hits, 3);
+    assert_int_equal(ctx->cuda.jit.stats.disk_hits, 4);
     nj_plan_destroy(plan);
     nj_ctx_destroy(ctx);
     for (i = 0; i < 2; i++) { /* an answer is for its architecture and for devices of its name */
@@ -1901,9 +2006,9 @@ static void threads_share_a_ctx_and_a_plan(void **state) {
     }
     assert_int_equal(launches(), 4 * 50);
     assert_int_equal(nj_ctx_cache_stats(ctx, &stats), NJ_OK);
-    /* 6 lengths and the strided program, each compiled once */
-    assert_int_equal(stats.compiles, 7);
-    assert_int_equal(stats.modules, 7);
+    /* two programs for each of 6 lengths and the strided one, each compiled once */
+    assert_int_equal(stats.compiles, 13);
+    assert_int_equal(stats.modules, 13);
     nj_plan_destroy(plan);
     nj_ctx_destroy(ctx);
 }
@@ -1975,7 +2080,10 @@ int main(void) {
         TEST(launch_carries_the_problem_to_the_callers_stream),
         TEST(few_rows_take_one_launch),
         TEST(partial_gradients_fit_the_workspace),
-        TEST(operands_that_the_fast_kernels_cannot_read_take_the_strided_ones),
+        TEST(forward_operands_that_the_rows_kernels_cannot_read_take_the_loose_ones),
+        TEST(broadcast_gradient_takes_the_loose_kernels),
+        TEST(tiles_plan_takes_packed_rows_with_the_loose_kernels),
+        TEST(columns_of_two_strides_take_the_strided_kernels),
         TEST(failed_launch_names_the_call_and_the_error),
         TEST(older_drivers_and_devices_get_plain_launches),
         TEST(host_plan_of_a_cuda_ctx_asks_nothing_of_the_driver),

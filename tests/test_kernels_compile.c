@@ -131,7 +131,8 @@ static void compile_fast(const nj_desc *desc, int64_t cols, const nji_choice *ch
     request.lines = program->lines;
     request.source_hash = program->hash;
     request.arch = arch;
-    snprintf(what, sizeof what, "sm_%d %s dtype %d params %d cols %lld grads %u vec %d", arch,
+    snprintf(what, sizeof what, "%ssm_%d %s dtype %d params %d cols %lld grads %u vec %d",
+             choice->loose ? "loose " : "", arch,
              op[desc->op], (int)desc->dtype, (int)desc->param_dtype, (long long)cols,
              (unsigned)desc->grads, choice->vec);
     nji_fast_options(desc, cols, choice, &options);
@@ -165,7 +166,11 @@ static nj_desc desc_of(nj_op op, nj_dtype dtype, nj_dtype param_dtype, int64_t c
     return desc;
 }
 
-static nji_choice choose(const nj_desc *desc, int arch) {
+/* One of the two choices of a plan. */
+typedef nj_status chooser(const nj_desc *, int64_t, int64_t, const nji_device_facts *,
+                          const nj_preference *, nji_choice *, const char *);
+
+static nji_choice choose_by(chooser *choose, const nj_desc *desc, int arch) {
     nji_device_facts facts;
     nj_preference pref;
     nji_choice choice;
@@ -174,8 +179,16 @@ static nji_choice choose(const nj_desc *desc, int arch) {
     facts.arch = arch;
     facts.multiprocessors = 100;
     assert_int_equal(
-        nji_choose(desc, desc->shape[0], desc->shape[1], &facts, &pref, &choice, "test"), NJ_OK);
+        choose(desc, desc->shape[0], desc->shape[1], &facts, &pref, &choice, "test"), NJ_OK);
     return choice;
+}
+
+static nji_choice choose(const nj_desc *desc, int arch) {
+    return choose_by(nji_choose, desc, arch);
+}
+
+static nji_choice choose_loose(const nj_desc *desc, int arch) {
+    return choose_by(nji_choose_loose, desc, arch);
 }
 
 /* ---- rows ----------------------------------------------------------------------------------- */
@@ -184,7 +197,8 @@ static int is_served_by(const nji_tuning *row, const nj_desc *desc, int arch) {
     nji_device_facts facts;
     memset(&facts, 0, sizeof facts);
     facts.arch = arch;
-    return nji_find_tuning(desc, row->forward, desc->shape[1], &facts) == row;
+    return nji_find_tuning(desc, row->forward, desc->shape[1], nji_vec_of(desc, desc->shape[1]),
+                           &facts) == row;
 }
 
 /* A descriptor that this row of the table serves: at the most columns that it keeps in one block,
@@ -256,6 +270,51 @@ static void every_ring_compiles(void **state) {
     assert_int_equal(programs_over_budget, 0);
 }
 
+/* Where this row of the table serves loose kernels: the most columns that it keeps, or a long row;
+   0 when it does not. `fewer` leaves the last threads without a column. */
+static int64_t loose_cols(const nji_tuning *row, nj_dtype dtype, int arch, int fewer) {
+    const int64_t kept = (int64_t)row->elements * row->max_lanes * row->max_slices;
+    const int64_t cols[] = {nji_min_i64(kept, row->max_cols) - fewer, (1 << 20) - fewer};
+    nji_device_facts facts;
+    nj_desc desc;
+    size_t i;
+    memset(&desc, 0, sizeof desc);
+    memset(&facts, 0, sizeof facts);
+    desc.dtype = dtype;
+    facts.arch = arch;
+    for (i = 0; i < COUNT_OF(cols); i++) {
+        if (nji_find_tuning(&desc, row->forward, cols[i], 1, &facts) == row) return cols[i];
+    }
+    return 0;
+}
+
+static void loose_kernels_of_every_tuning_row_compile_for_every_architecture(void **state) {
+    size_t r;
+    int a, dtype, splits = 0, before = programs;
+    (void)state;
+    begin();
+    for (r = 0; r < COUNT_OF(nji_tuning_table); r++) {
+        const nji_tuning *row = &nji_tuning_table[r];
+        nj_op op = row->forward ? NJ_OP_LAYER_NORM_FORWARD : NJ_OP_LAYER_NORM_BACKWARD;
+        for (a = 0; a < arch_count; a++) {
+            for (dtype = NJ_BF16; dtype <= NJ_F64 && archs[a] >= NJI_LEAST_ARCH; dtype++) {
+                int64_t cols = loose_cols(row, (nj_dtype)dtype, archs[a], a % 2);
+                nj_desc desc;
+                nji_choice choice;
+                kernel_report report;
+                if (cols == 0) continue;
+                desc = desc_of(op, (nj_dtype)dtype, NJ_DTYPE_UNSET, cols, 0);
+                choice = choose_loose(&desc, archs[a]);
+                compile_fast(&desc, cols, &choice, archs[a], &report);
+                splits += choice.family == NJI_SPLIT;
+            }
+        }
+    }
+    assert_true(programs > before + 100);
+    assert_true(splits >= 4);
+    assert_int_equal(programs_over_budget, 0);
+}
+
 /* Extents off the tables' round numbers: one column, odd ones (single-element accesses), those of
    models that broke other libraries, and rows so long that they are split. */
 static void rows_of_any_length_compile(void **state) {
@@ -276,6 +335,8 @@ static void rows_of_any_length_compile(void **state) {
                 kernel_report report;
                 compile_fast(&desc, lengths[i], &choice, arch, &report);
                 splits += choice.family == NJI_SPLIT;
+                choice = choose_loose(&desc, arch);
+                compile_fast(&desc, lengths[i], &choice, arch, &report);
             }
         }
     }
@@ -306,6 +367,8 @@ static void every_set_of_gradients_and_parameters_compiles(void **state) {
                     if ((grads & NJ_GRAD_DBETA) && !desc.has_beta) continue;
                     desc.accumulate = grads & (parameters == 3 ? 7u : 0u);
                     choice = choose(&desc, archs[0]);
+                    compile_fast(&desc, 1024, &choice, archs[0], &report);
+                    choice = choose_loose(&desc, archs[0]);
                     compile_fast(&desc, 1024, &choice, archs[0], &report);
                 }
             }
@@ -434,6 +497,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_tuning_row_compiles_for_every_architecture),
         cmocka_unit_test(every_ring_compiles),
+        cmocka_unit_test(loose_kernels_of_every_tuning_row_compile_for_every_architecture),
         cmocka_unit_test(rows_of_any_length_compile),
         cmocka_unit_test(every_set_of_gradients_and_parameters_compiles),
         cmocka_unit_test(tiles_of_any_shape_compile),

@@ -78,6 +78,17 @@ static nji_choice choose(const draw *d) {
     return choice;
 }
 
+/* For the operands that the kernels of the other choice do not take. */
+static nji_choice choose_loose(const draw *d) {
+    nj_preference no_demands;
+    nji_choice choice;
+    memset(&no_demands, 0, sizeof no_demands);
+    assert_int_equal(
+        nji_choose_loose(&d->desc, d->rows, d->cols, &d->facts, &no_demands, &choice, "test"),
+        NJ_OK);
+    return choice;
+}
+
 /* ---- workspace ------------------------------------------------------------------------------ */
 
 static int64_t larger(int64_t a, int64_t b) {
@@ -111,9 +122,10 @@ static void workspace_keeps_within_the_bounds_that_are_promised(void **state) {
     random_state = 1;
     for (round = 0; round < 200000; round++) {
         const draw d = random_draw();
-        const nji_choice choice = choose(&d);
-        const int64_t bytes = nji_workspace_of(&choice),
-                      bound = cuda_bound(&d, choice.family == NJI_SPLIT);
+        const nji_choice choice = choose(&d), loose = choose_loose(&d);
+        const int is_split = choice.family == NJI_SPLIT || loose.family == NJI_SPLIT;
+        const int64_t bytes = larger(nji_workspace_of(&choice), nji_workspace_of(&loose));
+        const int64_t bound = cuda_bound(&d, is_split);
         const int64_t host = nji_host_workspace(&d.desc, d.rows, d.cols);
         if (bytes > bound)
             fail_msg("sm_%d with %d multiprocessors, dtype %d, %lld x %lld: %lld bytes, bound %lld",
@@ -123,6 +135,8 @@ static void workspace_keeps_within_the_bounds_that_are_promised(void **state) {
             fail_msg("host, dtype %d, %lld x %lld: %lld bytes, bound %lld", (int)d.desc.dtype,
                      (long long)d.rows, (long long)d.cols, (long long)host,
                      (long long)host_bound(&d));
+        assert_true(!is_split || d.cols > 4096);
+        assert_true(choice.sums_bytes == loose.sums_bytes); /* what is enough for one is for both */
         seen[choice.family]++;
         near[choice.family] += bytes > bound / 2;
     }
@@ -140,8 +154,7 @@ typedef struct geometry {
     int family, vec, lanes, chunks, threads, slices, cluster;
 } geometry;
 
-static geometry geometry_of(const draw *d) {
-    const nji_choice c = choose(d);
+static geometry geometry_of(const draw *d, nji_choice c) {
     if (c.family == NJI_RING) { /* warps have their columns wherever they are */
         const int warps = (int)nji_ceil_div(d->cols, 32 * c.chunks * c.vec);
         const geometry ring = {
@@ -160,15 +173,36 @@ static void geometry_within_a_row_depends_on_neither_rows_nor_multiprocessors(vo
     random_state = 2;
     for (round = 0; round < 100000; round++) {
         draw d = random_draw();
-        const geometry before = geometry_of(&d);
-        geometry after;
+        const geometry before = geometry_of(&d, choose(&d));
+        const geometry loose_before = geometry_of(&d, choose_loose(&d));
+        geometry after, loose_after;
         if (d.cols == 1) continue; /* a sum of one has no order */
         d.desc.shape[0] = random_size(26);
         d.desc.grads = 0;
         d.facts.multiprocessors = (int)random_in(1, 200);
         assert_int_equal(nji_check_desc(&d.desc, &d.rows, &d.cols, "test"), NJ_OK);
-        after = geometry_of(&d);
+        after = geometry_of(&d, choose(&d));
+        loose_after = geometry_of(&d, choose_loose(&d));
         assert_memory_equal(&after, &before, sizeof before);
+        assert_memory_equal(&loose_after, &loose_before, sizeof before);
+    }
+}
+
+/* One element at a time, whatever the columns would allow; every shape that the rows kernels can
+   number has loose kernels. */
+static void loose_choice_reads_elements_of_every_shape_of_fast_kernels(void **state) {
+    int round;
+    (void)state;
+    random_state = 3;
+    for (round = 0; round < 100000; round++) {
+        const draw d = random_draw();
+        const nji_choice loose = choose_loose(&d);
+        const int fits = d.cols > 0 && d.cols <= NJI_MAX_ROWS_COLS;
+        assert_int_equal(loose.family == NJI_ROWS || loose.family == NJI_SPLIT, fits);
+        if (!fits) continue;
+        assert_int_equal(loose.vec, 1);
+        assert_true((int64_t)loose.slices * loose.lanes * loose.chunks >= d.cols);
+        assert_in_range(loose.threads, loose.lanes, 1024);
     }
 }
 
@@ -204,6 +238,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(workspace_keeps_within_the_bounds_that_are_promised),
         cmocka_unit_test(geometry_within_a_row_depends_on_neither_rows_nor_multiprocessors),
+        cmocka_unit_test(loose_choice_reads_elements_of_every_shape_of_fast_kernels),
         cmocka_unit_test(every_row_of_the_tuning_table_serves_some_shape),
     };
     return cmocka_run_group_tests_name("select", tests, NULL, NULL);

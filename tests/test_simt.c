@@ -767,6 +767,49 @@ static void outer_strides_may_be_padded(void **state) {
     }
 }
 
+/* For the loose kernels: dy is one value, x has every second column, outputs begin off alignment. */
+static void loosen(problem *p) {
+    for (int axis = 0; axis < p->op[X].rank; axis++) {
+        p->op[DY].stride[axis] = 0;
+        p->op[X].stride[axis] *= 2;
+    }
+    p->op[X].count *= 2;
+    p->op[Y].lead = p->op[DX].lead = p->op[GAMMA].lead = 1;
+}
+
+static void columns_of_any_stride_are_right(void **state) {
+    static const simt_case cases[] = {
+        {"a lane for each row", ROWS, NJ_BF16, NJ_F32, NJ_F32, {301, 2}, 2},
+        {"rows that share a warp", ROWS, NJ_F32, NJ_F32, NJ_F32, {70, 20}, 2},
+        {"a warp", ROWS, NJ_BF16, NJ_BF16, NJ_F32, {20, 768}, 2},
+        {"several warps", ROWS, NJ_F16, NJ_F16, NJ_F32, {20, 1024}, 2},
+        {"many warps", ROWS, NJ_BF16, NJ_F32, NJ_F32, {9, 8000}, 2},
+        {"clusters of halves backward", ROWS, NJ_BF16, NJ_BF16, NJ_F32, {5, 8200}, 2},
+        {"clusters of doubles", ROWS, NJ_F64, NJ_F64, NJ_F64, {4, 8200}, 2},
+        {"halves split backward", SPLIT_BACKWARD, NJ_BF16, NJ_BF16, NJ_F32, {3, 16400}, 2},
+        {"split", SPLIT, NJ_F64, NJ_F64, NJ_F64, {3, 32770 * 2}, 2},
+    };
+    static const char *const kernel[2][2] = {
+        {"nj_loose_rows_backward", "nj_loose_rows_forward"},
+        {"nj_loose_split_backward_write", "nj_loose_split_forward_write"}};
+    (void)state;
+    need_backend();
+    for (size_t c = 0; c < COUNT_OF(cases); c++) {
+        const nj_desc desc = desc_of(&cases[c]);
+        int before[2];
+        problem p;
+        for (int i = 0; i < 2; i++) before[i] = simt_launches(kernel[cases[c].family[i]][i]);
+        open_problem(&p, &desc);
+        loosen(&p);
+        check_both(&p, c);
+        close_problem(&p);
+        for (int i = 0; i < 2; i++) {
+            if (simt_launches(kernel[cases[c].family[i]][i]) == before[i])
+                fail_msg("%s: %s did not run", cases[c].name, kernel[cases[c].family[i]][i]);
+        }
+    }
+}
+
 /* Within their rows, and in the parameter gradients. */
 static void nan_and_infinity_stay_in_their_rows(void **state) {
     (void)state;
@@ -804,6 +847,7 @@ static int run_on_sm_90(void) {
         cmocka_unit_test(neither_gamma_nor_beta_need_be_there),
         cmocka_unit_test(outputs_may_replace_inputs),
         cmocka_unit_test(outer_strides_may_be_padded),
+        cmocka_unit_test(columns_of_any_stride_are_right),
         cmocka_unit_test(nan_and_infinity_stay_in_their_rows),
     };
     struct CMUnitTest tests[COUNT_OF(probes) + COUNT_OF(on_sm_90) + COUNT_OF(plain)];

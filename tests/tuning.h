@@ -51,7 +51,7 @@ static inline int64_t tuning_cols(const nji_tuning *row, nji_family family, nj_d
         for (at = cols; at <= cols + 16; at += 16) {
             const nj_desc desc = tuning_desc(row->forward, dtype, 64, at);
             if (at > end && (best == 0 || at < best) &&
-                nji_find_tuning(&desc, row->forward, at, facts) == row &&
+                nji_find_tuning(&desc, row->forward, at, nji_vec_of(&desc, at), facts) == row &&
                 tuning_family(&desc, facts) == family) {
                 best = at;
             }

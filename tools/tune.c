@@ -105,7 +105,8 @@ static void candidates_add(candidates *all, const problem *p, const nji_device_f
     memset(&no_demands, 0, sizeof no_demands);
     c->tuning = *tuning;
     c->choice.forward = is_forward(p);
-    nji_cut_row(&p->desc, tuning, p->cols, facts->arch, &c->choice);
+    nji_cut_row(&p->desc, tuning, p->cols, nji_vec_of(&p->desc, p->cols), facts->arch,
+                &c->choice);
     if (!is_worth_a_try(p, c)) return;
     require(nji_choose_parts(&p->desc, p->rows, p->cols, facts, &no_demands, &c->choice, "tune"));
     for (i = 0; i < all->count; i++) {
@@ -458,7 +459,7 @@ static double measure(machine *m, const problem *p, const operands *o, call_fn c
 /* Puts the candidate's kernels into the plan in place of those there. */
 static void plan_take(machine *m, const problem *p, nj_plan *plan, const nji_choice *choice) {
     plan->cuda.choice = *choice;
-    plan->cuda.fast_second = NULL; /* the table may have chosen two kernels */
+    plan->cuda.fast[0].second = NULL; /* the table may have chosen two kernels */
     require(nji_cuda_select(&m->ctx->cuda, &plan->cuda, p->cols, "tune"));
     plan->workspace_bytes = plan->cuda.workspace_bytes;
 }

@@ -295,7 +295,8 @@ NJ_API nj_status nj_plan_can_implement(const nj_plan *plan, const nj_args *args)
    column:
 
      CUDA  for dgamma, dbeta: 128 KiB a multiprocessor (16.5 MiB on 132), or one pair if that is
-           more; for rows too long for one block or cluster besides 1/512 of x's bytes
+           more; for rows too long for one block or cluster, all of more than 4096 columns,
+           besides 1/512 of x's bytes. For any operands, in whatever layout
      host  for dgamma, dbeta: 1 MiB, or 64 pairs if that is more, and room to align them */
 NJ_API size_t nj_plan_workspace_size(const nj_plan *plan);
 

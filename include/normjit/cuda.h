@@ -31,16 +31,22 @@ typedef struct nji_cuda {
     int refuses;         /* the driver is too old for what this NVRTC makes: embedded PTX only */
 } nji_cuda;
 
+/* Kernels of a choice. */
+typedef struct nji_fast_kernels {
+    nj_source source;
+    void *first;  /* the rows or tiles kernel, or the split kernels' first */
+    void *second; /* the split kernels' second */
+} nji_fast_kernels;
+
 /* Kernels of a plan; NULL where the plan has no use for one. */
 typedef struct nji_cuda_plan {
-    nji_choice choice;
+    nji_choice choice, loose;
     nj_desc desc;
     size_t workspace_bytes;
-    nj_source fast_source, strided_source;
+    nj_source strided_source;
     int arch_specific;
     int measured, candidate; /* whether and which of nji_alternatives measuring chose */
-    void *fast_first;  /* the rows or tiles kernel, or the split kernels' first */
-    void *fast_second; /* the split kernels' second */
+    nji_fast_kernels fast[2]; /* by nji_choice.loose */
     void *strided, *strided_parts, *params_sum;
 } nji_cuda_plan;
 
@@ -294,6 +300,16 @@ typedef struct nji_fast_program {
 } nji_fast_program;
 
 static const nji_fast_program *nji_fast_program_of(const nji_choice *choice) {
+    static const nji_fast_program loose[] = {
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
+         {{"nj_loose_rows_backward", NULL}, {"nj_loose_rows_forward", NULL}}},
+        {"norm_rows.cu",
+         nji_program_rows,
+         NJI_PROGRAM_ROWS_HASH,
+         {{"nj_loose_split_backward_sums", "nj_loose_split_backward_write"},
+          {"nj_loose_split_forward_sums", "nj_loose_split_forward_write"}}}};
     static const nji_fast_program program[] = {
         {"norm_rows.cu",
          nji_program_rows,
@@ -312,22 +328,23 @@ static const nji_fast_program *nji_fast_program_of(const nji_choice *choice) {
          nji_program_ring,
          NJI_PROGRAM_RING_HASH,
          {{"nj_ring_backward", NULL}, {NULL, NULL}}}};
-    return &program[choice->family];
+    return choice->loose ? &loose[choice->family] : &program[choice->family];
 }
 
 static int nji_writes_full(const nj_desc *desc) {
     return desc->op == NJ_OP_LAYER_NORM_FORWARD || (desc->grads & NJ_GRAD_DX) != 0;
 }
 
-static nj_status nji_cuda_select_fast(nji_cuda *cuda, nji_cuda_plan *plan, int64_t cols,
-                                      const char *call) {
-    const nji_fast_program *program = nji_fast_program_of(&plan->choice);
-    const char *const *kernel = program->kernel[plan->choice.forward];
+static nj_status nji_cuda_select_fast(nji_cuda *cuda, nji_cuda_plan *plan,
+                                      const nji_choice *choice, int64_t cols, const char *call) {
+    const nji_fast_program *program = nji_fast_program_of(choice);
+    const char *const *kernel = program->kernel[choice->forward];
+    nji_fast_kernels *kernels = &plan->fast[choice->loose];
     nji_options options;
     nji_jit_request request;
     const nji_module *module;
     nj_status status;
-    nji_fast_options(&plan->desc, cols, &plan->choice, &options);
+    nji_fast_options(&plan->desc, cols, choice, &options);
     request.name = program->name;
     request.lines = program->lines;
     request.source_hash = program->hash;
@@ -337,17 +354,17 @@ static nj_status nji_cuda_select_fast(nji_cuda *cuda, nji_cuda_plan *plan, int64
     request.arch_specific = plan->arch_specific;
     status = nji_cuda_compiled(cuda, &request, &module, call);
     if (status != NJ_OK) return status;
-    plan->fast_source = module->source;
-    status = nji_cuda_function(cuda, module, kernel[0], &plan->fast_first, call);
-    if (status == NJ_OK && plan->choice.shared_bytes > 0) {
+    kernels->source = module->source;
+    status = nji_cuda_function(cuda, module, kernel[0], &kernels->first, call);
+    if (status == NJ_OK && choice->shared_bytes > 0) {
         int result = cuda->driver.cuFuncSetAttribute(
-            plan->fast_first, NJI_CU_FUNC_MOST_DYNAMIC_SHARED, plan->choice.shared_bytes);
+            kernels->first, NJI_CU_FUNC_MOST_DYNAMIC_SHARED, choice->shared_bytes);
         if (result != 0) {
             return nji_driver_fail(&cuda->driver, result, call, "cuFuncSetAttribute");
         }
     }
     if (status == NJ_OK && kernel[1] && nji_writes_full(&plan->desc)) {
-        status = nji_cuda_function(cuda, module, kernel[1], &plan->fast_second, call);
+        status = nji_cuda_function(cuda, module, kernel[1], &kernels->second, call);
     }
     return status;
 }
@@ -394,7 +411,10 @@ static nj_status nji_cuda_select_kernels(nji_cuda *cuda, nji_cuda_plan *plan, in
                                          const char *call) {
     nj_status status = NJ_OK;
     if (nji_cuda_compiles(cuda) && plan->choice.family != NJI_STRIDED) {
-        status = nji_cuda_select_fast(cuda, plan, cols, call);
+        status = nji_cuda_select_fast(cuda, plan, &plan->choice, cols, call);
+    }
+    if (status == NJ_OK && nji_cuda_compiles(cuda) && plan->loose.family != NJI_STRIDED) {
+        status = nji_cuda_select_fast(cuda, plan, &plan->loose, cols, call);
     }
     return status == NJ_OK ? nji_cuda_select_strided(cuda, plan, call) : status;
 }
@@ -416,14 +436,17 @@ static nj_status nji_cuda_check_capture(const nji_cuda *cuda, void *stream, cons
                        : nji_driver_fail(&cuda->driver, result, call, "cuStreamIsCapturing");
 }
 
-/* The plan's choice by the table. Nothing is compiled. */
+/* The plan's choices by the table. Nothing is compiled. */
 static nj_status nji_cuda_choose(const nji_cuda *cuda, const nj_desc *desc, int64_t rows,
                                  int64_t cols, const nj_preference *pref, nji_cuda_plan *plan,
                                  const char *call) {
+    nj_status status;
     memset(plan, 0, sizeof *plan);
     plan->desc = *desc;
     plan->arch_specific = pref->allow_arch_specific && cuda->facts.arch >= 90;
-    return nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
+    status = nji_choose(desc, rows, cols, &cuda->facts, pref, &plan->choice, call);
+    if (status != NJ_OK) return status;
+    return nji_choose_loose(desc, rows, cols, &cuda->facts, pref, &plan->loose, call);
 }
 
 /* The kernels of a plan that has its choice. The caller holds the ctx's lock. */
@@ -432,7 +455,8 @@ static nj_status nji_cuda_select(nji_cuda *cuda, nji_cuda_plan *plan, int64_t co
     int pushed;
     nj_status status;
     nji_error before = nji_last;
-    plan->workspace_bytes = (size_t)nji_workspace_of(&plan->choice);
+    int64_t fast = nji_workspace_of(&plan->choice), loose = nji_workspace_of(&plan->loose);
+    plan->workspace_bytes = (size_t)(fast > loose ? fast : loose);
     status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
     status = nji_cuda_check_capture(cuda, NULL, call);
@@ -441,7 +465,7 @@ static nj_status nji_cuda_select(nji_cuda *cuda, nji_cuda_plan *plan, int64_t co
         nji_note(&cuda->jit.log, NJ_LOG_WARNING, "using the embedded PTX: %s", nji_last.text);
         nji_last = before;
         cuda->refuses = 1;
-        plan->fast_first = plan->fast_second = NULL;
+        memset(plan->fast, 0, sizeof plan->fast);
         status = nji_cuda_select_strided(cuda, plan, call);
     }
     nji_cuda_leave(cuda, pushed);
@@ -532,9 +556,22 @@ static int nji_takes_tiles(const nji_cuda_plan *plan, const nji_problem *problem
 }
 
 static int nji_takes_fast(const nji_cuda_plan *plan, const nji_problem *problem, nj_layout layout) {
-    if (!plan->fast_first) return 0;
     return plan->choice.family == NJI_TILES ? nji_takes_tiles(plan, problem, layout)
                                             : nji_takes_rows(plan, problem, layout);
+}
+
+/* Whether the loose kernels take these operands. Where neighbouring rows are adjacent the strided
+   ones read them in one access, these in one for each. */
+static int nji_takes_loose(const nji_problem *problem, nj_layout layout) {
+    return layout != NJ_LAYOUT_CHANNELS_FIRST && problem->col_dims <= 1;
+}
+
+/* The choice whose kernels take these operands; NULL: the strided kernels do. */
+static const nji_choice *nji_choice_for(const nji_cuda_plan *plan, const nji_problem *problem,
+                                        nj_layout layout) {
+    if (plan->fast[0].first && nji_takes_fast(plan, problem, layout)) return &plan->choice;
+    if (plan->fast[1].first && nji_takes_loose(problem, layout)) return &plan->loose;
+    return NULL;
 }
 
 /* Grid and block of one launch; x alone is large. */
@@ -617,9 +654,10 @@ static int nji_finishes_alone(const nji_choice *choice) {
 }
 
 /* Fast kernels, and the sum of the parts between them. */
-static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
-                              void *stream, const char *call) {
-    const nji_choice *choice = &plan->choice;
+static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan,
+                              const nji_choice *choice, nji_problem *problem, void *stream,
+                              const char *call) {
+    const nji_fast_kernels *kernels = &plan->fast[choice->loose];
     int64_t blocks = nji_fast_blocks(choice, problem);
     int64_t most = INT32_MAX / choice->slices; /* whole clusters */
     nji_grid all = nji_grid_of(nji_min_i64(blocks, most) * choice->slices, 1, choice->threads, 1);
@@ -634,12 +672,13 @@ static nj_status nji_run_fast(const nji_cuda *cuda, const nji_cuda_plan *plan, n
             nji_min_i64(blocks, nji_resident_clusters(choice, &cuda->facts)) * choice->slices;
     }
     problem->parts = choice->parts;
-    status = nji_launch(cuda, plan->fast_first, &first, problem, stream, call);
+    if (problem->partial) problem->sums = (char *)problem->partial + nji_sums_offset(choice);
+    status = nji_launch(cuda, kernels->first, &first, problem, stream, call);
     if (status == NJ_OK && plan->params_sum && !nji_finishes_alone(choice)) {
         status = nji_launch_params_sum(cuda, plan, problem, stream, call);
     }
-    if (status == NJ_OK && plan->fast_second) {
-        status = nji_launch(cuda, plan->fast_second, &all, problem, stream, call);
+    if (status == NJ_OK && kernels->second) {
+        status = nji_launch(cuda, kernels->second, &all, problem, stream, call);
     }
     return status;
 }
@@ -674,12 +713,12 @@ static nj_status nji_run_strided(const nji_cuda *cuda, const nji_cuda_plan *plan
 static nj_status nji_cuda_run(const nji_cuda *cuda, const nji_cuda_plan *plan, nji_problem *problem,
                               void *stream, const char *call) {
     nj_layout layout = nji_layout_of(problem);
+    const nji_choice *choice = problem->rows > 0 ? nji_choice_for(plan, problem, layout) : NULL;
     int pushed;
     nj_status status = nji_cuda_enter(cuda, &pushed, call);
     if (status != NJ_OK) return status;
-    if (problem->partial) problem->sums = (char *)problem->partial + nji_sums_offset(&plan->choice);
-    if (problem->rows > 0 && nji_takes_fast(plan, problem, layout)) {
-        status = nji_run_fast(cuda, plan, problem, stream, call);
+    if (choice) {
+        status = nji_run_fast(cuda, plan, choice, problem, stream, call);
     } else {
         status =
             nji_run_strided(cuda, plan, problem, layout == NJ_LAYOUT_CHANNELS_FIRST, stream, call);
@@ -690,17 +729,17 @@ static nj_status nji_cuda_run(const nji_cuda *cuda, const nji_cuda_plan *plan, n
 
 static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan,
                          const nji_problem *problem, nj_sku *out) {
-    int fast = nji_takes_fast(plan, problem, (nj_layout)out->layout);
-    const char *kernel = fast ? nji_fast_program_of(&plan->choice)->kernel[plan->choice.forward][0]
+    const nji_choice *choice = nji_choice_for(plan, problem, (nj_layout)out->layout);
+    const char *kernel = choice ? nji_fast_program_of(choice)->kernel[choice->forward][0]
                          : plan->choice.forward ? "nj_strided_forward"
                          : plan->strided        ? "nj_strided_backward"
                                                 : "nj_strided_parts";
     int size = (int)nj_dtype_size(plan->desc.dtype);
     out->arch = cuda->facts.arch;
     out->arch_specific = plan->arch_specific;
-    out->source = (int32_t)(fast ? plan->fast_source : plan->strided_source);
-    out->threads = fast ? plan->choice.threads : NJI_STRIDED_THREADS;
-    out->vector_bytes = fast ? plan->choice.vec * size : size;
-    out->candidate = fast ? plan->candidate : 0;
+    out->source = (int32_t)(choice ? plan->fast[choice->loose].source : plan->strided_source);
+    out->threads = choice ? choice->threads : NJI_STRIDED_THREADS;
+    out->vector_bytes = choice ? choice->vec * size : size;
+    out->candidate = choice == &plan->choice ? plan->candidate : 0;
     snprintf(out->kernel, sizeof out->kernel, "%s", kernel);
 }

@@ -42,6 +42,7 @@ static const nji_tuning nji_tuning_table[] = {
     {1, 2, 0, 16, 256, 8, 32, 128, 1, 1536, 0, 0},
     {1, 2, 90, 16, 1024, 32, 32, 256, 1, 1024, 0, 0},
     {1, 2, 0, 16, 1024, 32, 32, 256, 1, 768, 0, 0},
+    {1, 2, 0, 2, 8192, 32, 512, 0, 1, 768, 0, 0},
     {1, 2, 0, 16, 8192, 32, 512, 0, 1, 1024, 0, 0},
     {1, 2, 0, 16, 12288, 24, 512, 0, 1, 1024, 0, 0},
     {1, 2, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
@@ -62,6 +63,7 @@ static const nji_tuning nji_tuning_table[] = {
     {0, 2, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
     {0, 2, 0, 16, 1024, 16, 512, 0, 1, 512, 1, 0},
     {0, 2, 0, 16, 4096, 24, 512, 0, 1, 384, 1, 0},
+    {0, 2, 90, 2, 8192, 16, 512, 0, 1, 512, 0, 2},
     {0, 2, 90, 4, 16384, 8, 1024, 0, 8, 1024, 0, 3},
     {0, 2, 0, 16, 6144, 16, 512, 0, 1, 384, 1, 0},
     {0, 2, 0, 16, 8192, 24, 512, 0, 1, 384, 1, 0},
@@ -109,10 +111,12 @@ static const nji_ring_tuning nji_ring_table[] = {
 };
 /* clang-format on */
 
-/* Everything that launches and compiles a descriptor's kernels. */
+/* Everything that launches and compiles a descriptor's kernels. A plan has two: one for aligned
+   operands in the descriptor's own layout, and the loose one for those that it does not take. */
 typedef struct nji_choice {
     nji_family family; /* of the fast kernels; STRIDED when there are none */
     int forward;
+    int loose; /* columns of any stride */
     int vec; /* elements of one access; operands must be aligned to it */
     int lanes, chunks,
         threads; /* threads along a row (tiles: along rows); accesses each; of a block */
@@ -153,10 +157,10 @@ static int nji_vec_of(const nj_desc *desc, int64_t extent) {
     return vec;
 }
 
-static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64_t cols,
+static const nji_tuning *nji_find_tuning(const nj_desc *desc, int forward, int64_t cols, int vec,
                                          const nji_device_facts *facts) {
     int bytes = (int)nj_dtype_size(desc->dtype);
-    int access = bytes * nji_vec_of(desc, cols);
+    int access = bytes * vec;
     size_t i;
     for (i = 0; i < sizeof nji_tuning_table / sizeof nji_tuning_table[0]; i++) {
         const nji_tuning *row = &nji_tuning_table[i];
@@ -175,12 +179,12 @@ static int nji_most_resident(int arch) {
     return arch == 80 || (arch >= 90 && arch < 110) ? 2048 : 1536;
 }
 
-/* Cuts a row of cols columns as the tuning row says. */
-static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols, int arch,
+/* Cuts a row of cols columns, read vec at a time, as the tuning row says. */
+static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols, int vec, int arch,
                         nji_choice *choice) {
     int64_t packs, slices;
     int per_slice, resident;
-    choice->vec = nji_vec_of(desc, cols);
+    choice->vec = vec;
     /* Narrow packs waste registers: there is no room for a second row. */
     choice->prefetch = row->prefetch && choice->vec * (int)nj_dtype_size(desc->dtype) >= 8;
     slices = nji_ceil_div(cols, (int64_t)row->elements * row->max_lanes);
@@ -457,30 +461,74 @@ static nj_status nji_choose_parts(const nj_desc *desc, int64_t rows, int64_t col
 #define NJI_MAX_ROWS_COLS (1ll << 28)
 #define NJI_MAX_COLS (1ll << 44)
 
+static void nji_cut_fast(const nj_desc *desc, int64_t rows, int64_t cols,
+                         const nji_device_facts *facts, nji_choice *choice) {
+    int vec = nji_vec_of(desc, cols);
+    const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, vec, facts);
+    int64_t run;
+    if (nji_is_channels_first(desc, &run)) {
+        nji_cut_tiles(desc, run, cols, facts->arch, choice);
+    } else if (row && !nji_cut_ring(desc, rows, cols, facts->arch, choice)) {
+        nji_cut_row(desc, row, cols, vec, facts->arch, choice);
+    }
+}
+
+/* Steps ahead at which the L2 cache is asked for a row that the registers have no room for. */
+#define NJI_LOOSE_AHEAD 2
+
+static void nji_cut_loose(const nj_desc *desc, int64_t cols, const nji_device_facts *facts,
+                          nji_choice *choice) {
+    const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, 1, facts);
+    if (!row) return;
+    nji_cut_row(desc, row, cols, 1, facts->arch, choice);
+    if (row->prefetch && !choice->prefetch) choice->ahead = NJI_LOOSE_AHEAD;
+}
+
+/* Bytes that the split kernels keep for their sums. */
+static int64_t nji_sums_of(const nj_desc *desc, int64_t rows, const nji_choice *choice) {
+    if (choice->family != NJI_SPLIT) return 0;
+    if (!choice->forward && !(desc->grads & NJ_GRAD_DX)) return 0;
+    /* 2 accumulators for each slice of some thousand elements: far from overflow. */
+    return rows * choice->slices * 2 * nji_accumulator_bytes(desc);
+}
+
+/* Both choices, but for their parts. They have the same room for sums: the least workspace of one
+   is that of the other. */
+static void nji_cut(const nj_desc *desc, int64_t rows, int64_t cols, const nji_device_facts *facts,
+                    nji_choice *fast, nji_choice *loose) {
+    memset(fast, 0, sizeof *fast);
+    fast->forward = nji_is_forward(desc);
+    fast->family = NJI_STRIDED;
+    *loose = *fast;
+    loose->loose = 1;
+    if (cols == 0 || cols > NJI_MAX_ROWS_COLS) return;
+    nji_cut_fast(desc, rows, cols, facts, fast);
+    nji_cut_loose(desc, cols, facts, loose);
+    fast->sums_bytes = nji_sums_of(desc, rows, fast);
+    loose->sums_bytes = nji_sums_of(desc, rows, loose);
+    if (fast->sums_bytes < loose->sums_bytes) fast->sums_bytes = loose->sums_bytes;
+    loose->sums_bytes = fast->sums_bytes;
+}
+
 static nj_status nji_choose(const nj_desc *desc, int64_t rows, int64_t cols,
                             const nji_device_facts *facts, const nj_preference *pref,
                             nji_choice *choice, const char *call) {
-    memset(choice, 0, sizeof *choice);
-    choice->forward = desc->op == NJ_OP_LAYER_NORM_FORWARD;
-    choice->family = NJI_STRIDED;
+    nji_choice loose;
+    nji_cut(desc, rows, cols, facts, choice, &loose);
     if (cols > NJI_MAX_COLS && nji_wants_params(desc)) {
         return nji_fail(NJ_UNSUPPORTED,
                         "%s: desc.shape: %lld columns: at most %lld with dgamma or dbeta", call,
                         (long long)cols, NJI_MAX_COLS);
     }
-    if (cols > 0 && cols <= NJI_MAX_ROWS_COLS) {
-        const nji_tuning *row = nji_find_tuning(desc, choice->forward, cols, facts);
-        int64_t run;
-        if (nji_is_channels_first(desc, &run)) {
-            nji_cut_tiles(desc, run, cols, facts->arch, choice);
-        } else if (row && !nji_cut_ring(desc, rows, cols, facts->arch, choice)) {
-            nji_cut_row(desc, row, cols, facts->arch, choice);
-        }
-    }
-    if (choice->family == NJI_SPLIT && (choice->forward || (desc->grads & NJ_GRAD_DX))) {
-        /* 2 accumulators for each slice of some thousand elements: far from overflow. */
-        choice->sums_bytes = rows * choice->slices * 2 * nji_accumulator_bytes(desc);
-    }
+    return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
+}
+
+/* The loose choice, where nji_choose has made the other. */
+static nj_status nji_choose_loose(const nj_desc *desc, int64_t rows, int64_t cols,
+                                  const nji_device_facts *facts, const nj_preference *pref,
+                                  nji_choice *choice, const char *call) {
+    nji_choice fast;
+    nji_cut(desc, rows, cols, facts, &fast, choice);
     return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
 }
 
@@ -594,6 +642,7 @@ static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice
         nji_add_option(options, "-DNJI_CLUSTER=%d", choice->cluster);
         nji_add_option(options, "-DNJI_PREFETCH=%d", choice->prefetch);
         nji_add_option(options, "-DNJI_AHEAD=%d", choice->ahead);
+        nji_add_option(options, "-DNJI_LOOSE=%d", choice->loose);
     }
 }
 

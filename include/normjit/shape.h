@@ -547,7 +547,8 @@ static nj_layout nji_layout_of(const nji_problem *p) {
                    : NJ_LAYOUT_PADDED_ROWS;
     }
     {
-        const nji_operand *walked = p->y.data ? &p->y : &p->dy; /* one of them is always there */
+        /* The output as far as there is one: dy is often one value, broadcast. */
+        const nji_operand *walked = p->y.data ? &p->y : p->dx.data ? &p->dx : &p->dy;
         return p->row_dims > 0 && walked->stride[p->row_dims - 1] == 1 ? NJ_LAYOUT_CHANNELS_FIRST
                                                                        : NJ_LAYOUT_STRIDED;
     }
