@@ -173,6 +173,12 @@ static inline float __uint_as_float(unsigned word) {
 SIMT_PLAIN void ptx_mov_b32(float &to, float from) {
     to = from;
 }
+SIMT_PLAIN void ptx_mov_b32(unsigned &to, unsigned from) {
+    to = from;
+}
+SIMT_PLAIN void ptx_rsqrt_approx_f32(float &to, float from) {
+    to = 1 / sqrtf(from);
+}
 SIMT_PLAIN void ptx_mov_b64(double &to, double from) {
     to = from;
 }
