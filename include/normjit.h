@@ -8040,7 +8040,7 @@ static const char *const nji_program_strided[] = {
     "#endif\n",
     NULL};
 static const char *const nji_fallback_bf16[] = {
-    "// NVRTC 13.0, source 5e362a41801efbe6\n",
+    "// NVRTC 13.0, source 930edb8c76b04825\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -11911,7 +11911,7 @@ static const char *const nji_fallback_bf16[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f16[] = {
-    "// NVRTC 13.0, source 5e362a41801efbe6\n",
+    "// NVRTC 13.0, source 930edb8c76b04825\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -15344,7 +15344,7 @@ static const char *const nji_fallback_f16[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f32[] = {
-    "// NVRTC 13.0, source 5e362a41801efbe6\n",
+    "// NVRTC 13.0, source 930edb8c76b04825\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",
@@ -19101,7 +19101,7 @@ static const char *const nji_fallback_f32[] = {
     "}\n",
     NULL};
 static const char *const nji_fallback_f64[] = {
-    "// NVRTC 13.0, source 5e362a41801efbe6\n",
+    "// NVRTC 13.0, source 930edb8c76b04825\n",
     ".version 6.3\n",
     ".target sm_75\n",
     ".address_size 64\n",

@@ -225,6 +225,30 @@ static void every_tuning_row_compiles_for_every_architecture(void **state) {
     assert_int_equal(programs_over_budget, 0);
 }
 
+/* With the most columns and the fewest, of every architecture that has rings. */
+static void every_row_of_the_rings_table_compiles(void **state) {
+    size_t r;
+    int a, k;
+    (void)state;
+    begin();
+    for (r = 0; r < COUNT_OF(nji_ring_table); r++) {
+        const nji_ring_tuning *row = &nji_ring_table[r];
+        nj_op op = row->forward ? NJ_OP_LAYER_NORM_FORWARD : NJ_OP_LAYER_NORM_BACKWARD;
+        for (a = 0; a < arch_count; a++) {
+            for (k = 0; k < 2 && archs[a] >= 90; k++) {
+                nj_dtype dtype = row->element_bytes == 4 ? NJ_F32 : k ? NJ_F16 : NJ_BF16;
+                int64_t cols = k ? row->max_cols : (row->min_cols + 7) / 8 * 8;
+                nj_desc desc = desc_of(op, dtype, NJ_DTYPE_UNSET, cols, 0);
+                nji_choice choice = choose(&desc, archs[a]);
+                kernel_report report;
+                if (choice.family != NJI_RING) continue; /* too large for its shared memory */
+                compile_fast(&desc, cols, &choice, archs[a], &report);
+            }
+        }
+    }
+    assert_int_equal(programs_over_budget, 0);
+}
+
 /* Extents off the tables' round numbers: one column, odd ones (single-element accesses), those of
    models that broke other libraries, and rows so long that they are split. */
 static void rows_of_any_length_compile(void **state) {
@@ -402,6 +426,7 @@ static void embedded_ptx_assembles(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_tuning_row_compiles_for_every_architecture),
+        cmocka_unit_test(every_row_of_the_rings_table_compiles),
         cmocka_unit_test(rows_of_any_length_compile),
         cmocka_unit_test(every_set_of_gradients_and_parameters_compiles),
         cmocka_unit_test(tiles_of_any_shape_compile),

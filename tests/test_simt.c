@@ -362,13 +362,14 @@ static const feature features[] = {
     {NJI_TILES, FIELD(vec), 8, 8, {1, 1}},       {NJI_TILES, FIELD(chunks), 1, 1, {1, 1}},
     {NJI_TILES, FIELD(chunks), 2, 16, {1, 1}},   {NJI_TILES, FIELD(is_exact), 0, 0, {1, 1}},
     {NJI_TILES, FIELD(is_exact), 1, 1, {1, 1}},  {NJI_RING, FIELD(warps), 1, 1, {1, 0}},
-    {NJI_RING, FIELD(warps), 2, 8, {1, 0}},      {NJI_RING, FIELD(warps), 9, 32, {1, 0}},
-    {NJI_RING, FIELD(warps), 33, 256, {1, 0}},   {NJI_RING, FIELD(rows), 1, 1, {1, 0}},
-    {NJI_RING, FIELD(rows), 2, 4, {1, 0}},       {NJI_RING, FIELD(rows), 5, 16, {1, 0}},
-    {NJI_RING, FIELD(cluster), 1, 1, {1, 0}},    {NJI_RING, FIELD(cluster), 2, 2, {1, 0}},
-    {NJI_RING, FIELD(cluster), 4, 4, {1, 0}},    {NJI_RING, FIELD(cluster), 8, 8, {1, 0}},
+    {NJI_RING, FIELD(warps), 2, 8, {1, 1}},      {NJI_RING, FIELD(warps), 9, 32, {1, 1}},
+    {NJI_RING, FIELD(warps), 33, 256, {1, 1}},   {NJI_RING, FIELD(rows), 1, 1, {1, 1}},
+    {NJI_RING, FIELD(rows), 2, 4, {1, 1}},       {NJI_RING, FIELD(rows), 5, 16, {1, 1}},
+    {NJI_RING, FIELD(cluster), 1, 1, {1, 1}},    {NJI_RING, FIELD(cluster), 2, 2, {1, 1}},
+    {NJI_RING, FIELD(cluster), 4, 4, {1, 1}},    {NJI_RING, FIELD(cluster), 8, 8, {1, 1}},
     {NJI_RING, FIELD(keep), 1, 1, {1, 0}},       {NJI_RING, FIELD(keep), 2, 2, {1, 0}},
-    {NJI_RING, FIELD(is_exact), 0, 0, {1, 0}},   {NJI_RING, FIELD(is_exact), 1, 1, {1, 0}},
+    {NJI_RING, FIELD(keep), 1, 1, {0, 1}},       {NJI_RING, FIELD(keep), 5, 5, {0, 1}},
+    {NJI_RING, FIELD(is_exact), 0, 0, {1, 1}},   {NJI_RING, FIELD(is_exact), 1, 1, {1, 1}},
     {NJI_RING, FIELD(alone), 0, 0, {1, 0}},      {NJI_RING, FIELD(alone), 1, 1, {1, 0}},
 };
 
@@ -424,6 +425,8 @@ typedef struct simt_case {
 #define STRIDED                                                                                        \
     { NJI_STRIDED, NJI_STRIDED }
 #define RING                                                                                           \
+    { NJI_RING, NJI_RING }
+#define RING_BACKWARD                                                                                  \
     { NJI_RING, NJI_ROWS }
 #define SPLIT_BACKWARD                                                                                 \
     { NJI_SPLIT, NJI_ROWS }
@@ -435,10 +438,10 @@ static const simt_case on_sm_90[] = {
     {"many rows in a block, all columns taken", ROWS, NJ_F32, NJ_BF16, NJ_F32, {501, 64}, 2},
     {"a warp with single elements", ROWS, NJ_F32, NJ_F32, NJ_F32, {201, 33}, 2},
     {"a warp, all columns taken", ROWS, NJ_BF16, NJ_BF16, NJ_BF16, {301, 256}, 2},
-    {"a warp with several packs", RING, NJ_F16, NJ_F32, NJ_F32, {75, 760}, 2},
+    {"a warp with several packs", RING_BACKWARD, NJ_F16, NJ_F32, NJ_F32, {75, 760}, 2},
     {"a warp with packs of two doubles", ROWS, NJ_F64, NJ_F64, NJ_F64, {90, 100}, 2},
     {"doubles one by one", ROWS, NJ_F64, NJ_F32, NJ_F64, {120, 7}, 2},
-    {"two and more warps", RING, NJ_BF16, NJ_F32, NJ_F32, {70, 1000}, 2},
+    {"two and more warps", RING_BACKWARD, NJ_BF16, NJ_F32, NJ_F32, {70, 1000}, 2},
     {"warps with single elements", ROWS, NJ_F16, NJ_F16, NJ_F32, {30, 1027}, 2},
     {"warps, all columns taken", RING, NJ_F32, NJ_F32, NJ_F32, {30, 2048}, 2},
     {"more than eight warps, few rows", RING, NJ_F16, NJ_BF16, NJ_F32, {9, 8200}, 2},
@@ -448,6 +451,7 @@ static const simt_case on_sm_90[] = {
     {"one row through a cluster", RING, NJ_F32, NJ_F32, NJ_F32, {1, 4096}, 2},
     {"a cluster of four", RING, NJ_F32, NJ_F16, NJ_F32, {11, 8200}, 2},
     {"a cluster of eight, one row at a time", RING, NJ_BF16, NJ_F32, NJ_F32, {4, 40000}, 2},
+    {"a cluster of eight forward, with some empty", RING, NJ_F32, NJ_F32, NJ_F32, {3, 33000}, 2},
     {"a cluster of eight", RING, NJ_F32, NJ_F32, NJ_F32, {7, 17000}, 2},
     {"more than eight warps", ROWS, NJ_F16, NJ_F16, NJ_F32, {5, 9001}, 2},
     {"clusters of single elements", ROWS, NJ_F32, NJ_F32, NJ_F32, {3, 20001}, 2},
@@ -523,7 +527,7 @@ static const char *kernel_of(nji_family family, int forward) {
     static const char *const names[][2] = {{"nj_rows_backward", "nj_rows_forward"},
                                            {"nj_split_backward_write", "nj_split_forward_write"},
                                            {"nj_tiles_backward", "nj_tiles_forward"},
-                                           {"nj_ring_backward", NULL},
+                                           {"nj_ring_backward", "nj_ring_forward"},
                                            {"nj_strided_backward", "nj_strided_forward"}};
     return names[family][forward];
 }
@@ -549,7 +553,7 @@ static void a_case_is_right(void **state) {
 static const simt_case families[] = {
     {"rows", ROWS, NJ_F32, NJ_F32, NJ_F32, {70, 20}, 2},
     {"rows of several warps", ROWS, NJ_F16, NJ_F16, NJ_F32, {20, 1001}, 2},
-    {"rings", RING, NJ_BF16, NJ_F32, NJ_F32, {120, 776}, 2},
+    {"rings", RING_BACKWARD, NJ_BF16, NJ_F32, NJ_F32, {120, 776}, 2},
     {"rings in clusters", RING, NJ_F16, NJ_F16, NJ_F32, {70, 2056}, 2},
     {"a single cluster", RING, NJ_F32, NJ_BF16, NJ_F32, {5, 1500}, 2},
     {"clusters", ROWS, NJ_F64, NJ_F64, NJ_F64, {4, 8200}, 2},

@@ -157,6 +157,7 @@ template <typename T> SIMT_PLAIN T __shfl_xor_sync(unsigned, T value, int mask) 
 #define __dmul_rn(a, b) ((double)(a) * (double)(b))
 
 #define sqrtf __builtin_sqrtf
+#define fmaf __builtin_fmaf
 #define sqrt __builtin_sqrt
 
 static inline unsigned __float_as_uint(float value) {
