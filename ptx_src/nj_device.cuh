@@ -136,6 +136,12 @@ NJI_INLINE double nji_pin(double value) {
     return out;
 }
 
+NJI_INLINE unsigned int nji_pin(unsigned int value) {
+    unsigned int out;
+    asm volatile("mov.b32 %0, %1;" : "=r"(out) : "r"(value));
+    return out;
+}
+
 // ---- packs: N neighbouring elements, moved in accesses of up to 16 bytes ------------------------
 
 template <int BYTES> struct nji_word;
@@ -180,6 +186,12 @@ template <typename T, int N> struct nji_pack {
         } else {
 #pragma unroll
             for (int i = 0; i + 1 < N; i += 2) nji_narrow_pair(in[i], in[i + 1], (T *)word + i);
+        }
+    }
+    __device__ __forceinline__ void pin() {
+#pragma unroll
+        for (int i = 0; i < BYTES / 4; i++) {
+            ((unsigned int *)word)[i] = nji_pin(((unsigned int *)word)[i]);
         }
     }
     __device__ __forceinline__ void zero() {
@@ -251,6 +263,24 @@ NJI_INLINE float nji_rsqrt(float value) {
 }
 NJI_INLINE double nji_rsqrt(double value) {
     return 1.0 / sqrt(value);
+}
+
+// The same to one unit in the last place, in few instructions.
+NJI_INLINE float nji_quick_rsqrt(float value) {
+    float guess;
+    asm("rsqrt.approx.f32 %0, %1;" : "=f"(guess) : "f"(value));
+    const float miss = fmaf(-value * guess, guess, 1.0f); // NaN where value is 0 or infinite
+    return miss == miss ? fmaf(0.5f * guess, miss, guess) : guess;
+}
+NJI_INLINE double nji_quick_rsqrt(double value) {
+    return nji_rsqrt(value);
+}
+
+// rstd of `count` columns from their sum of squared deviations.
+NJI_INLINE nji_real nji_rstd_of(nji_real squares, nji_real count, nji_real eps) {
+    nji_real variance = squares / count;
+    if (variance < 0) variance = 0; // by rounding; NaN stays
+    return nji_quick_rsqrt(variance + eps);
 }
 
 // What rounding took from a mean; nothing where the mean is infinite, so that it stays so.

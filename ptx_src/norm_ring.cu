@@ -1,196 +1,19 @@
-// Backward over rows of unit-stride columns that pass through a ring in shared memory (sm_90 and
-// later): while a row is worked on, the next ones are on their way. x and dy are read once.
+// Backward over rows that pass through the ring of norm_ring.cuh. A thread works on one row of its
+// team's slice; parameter gradients add up in registers from row to row. No atomics; the order of
+// every sum is fixed.
 //
-// Mapping. A row is cut in NJI_SLICES slices, one for each block of a cluster. Within a block a
-// team of NJI_LANES threads, whole warps, shares a slice; a block holds several teams, each with a
-// row of its own, and warps that do nothing but fill the ring: a worker that did would hold up all
-// who share its row. A thread has NJI_CHUNKS packs of NJI_VEC columns, a warp's packs lie side by
-// side; neither the number of teams nor the cut in slices changes a row's sums. No atomics; the
-// order of every sum is fixed. Offsets are 64-bit.
-//
-// The build defines, beside the types: NJI_COLS, NJI_VEC, NJI_LANES, NJI_CHUNKS, NJI_WORKERS
-// (threads of all teams), NJI_THREADS (with the filling warps), NJI_SLICES, NJI_STAGES (rows of a
-// team in the ring), NJI_KEEP (what stays in registers: 1 gamma, 2 also a row's terms until its
-// dx), NJI_P (parameter type), NJI_HAS_GAMMA, NJI_GRADS, NJI_ACCUMULATE.
+// NJI_KEEP: what stays in registers: 1 gamma, 2 also a row's terms until its dx.
 
-#define NJI_TEAMS (NJI_WORKERS / NJI_LANES)            // of a block
-#define NJI_FILLERS ((NJI_THREADS - NJI_WORKERS) / 32) // warps that fill the ring
-#define NJI_WARPS (NJI_LANES / 32)                     // of a team, in a block
-#define NJI_WIDTH (NJI_LANES * NJI_CHUNKS * NJI_VEC)   // columns of a slice
-#define NJI_SENDERS (NJI_WARPS * NJI_SLICES)           // warps that share a row
-
-#define NJI_WANT_DX ((NJI_GRADS & 1) != 0)
-#define NJI_WANT_DGAMMA ((NJI_GRADS & 2) != 0)
-#define NJI_WANT_DBETA ((NJI_GRADS & 4) != 0)
-#define NJI_WANT_X (NJI_WANT_DX || NJI_WANT_DGAMMA)
+#if !NJI_FORWARD
 
 #define NJI_KEEPS_GAMMA (NJI_KEEP >= 1)
 #define NJI_KEEPS_TERMS (NJI_KEEP >= 2 || !NJI_WANT_DX)
-
-#if NJI_SLICES > 1
-#define NJI_KERNEL                                                                                 \
-    extern "C" __global__ void __cluster_dims__(NJI_SLICES, 1, 1) __launch_bounds__(NJI_THREADS, 1)
-#else
-#define NJI_KERNEL extern "C" __global__ void __launch_bounds__(NJI_THREADS, 1)
-#endif
-
-typedef nji_pack<NJI_X, NJI_VEC> nji_pack_x;
-typedef nji_pack<NJI_P, NJI_VEC> nji_pack_p;
-
-// Where a thread works.
-struct nji_place {
-    int team, warp, thread; // of the block, of the team, of the warp
-    int slice;
-    nji_i64 first, step; // the team's first row and the distance to its next
-};
-
-// Teams of neighbouring clusters have neighbouring rows.
-NJI_INLINE nji_place nji_place_of(int team, int warp) {
-    nji_place place;
-    const int clusters = gridDim.x / NJI_SLICES, cluster = blockIdx.x / NJI_SLICES;
-    place.team = team;
-    place.warp = warp;
-    place.thread = threadIdx.x % 32;
-    place.slice = NJI_SLICES == 1 ? 0 : blockIdx.x % NJI_SLICES;
-    place.first = (nji_i64)team * clusters + cluster;
-    place.step = (nji_i64)clusters * NJI_TEAMS;
-    return place;
-}
-
-// One worker of each team in the block.
-NJI_INLINE bool nji_leads(const nji_place &place) {
-    return place.warp == 0 && place.thread == 0;
-}
-
-// A pack of this thread, counted in its slice.
-NJI_INLINE int nji_pack_of(const nji_place &place, int chunk) {
-    return (place.warp * NJI_CHUNKS + chunk) * 32 + place.thread;
-}
-
-NJI_INLINE int nji_column(const nji_place &place, int chunk) {
-    return place.slice * NJI_WIDTH + nji_pack_of(place, chunk) * NJI_VEC;
-}
-
-// Folds to true where the packs cover the columns exactly.
-NJI_INLINE bool nji_is_column(int column) {
-    return NJI_WIDTH * NJI_SLICES == NJI_COLS || column < NJI_COLS;
-}
-
-// ---- the ring -----------------------------------------------------------------------------------
-
-// A team's row in the ring.
-struct nji_slot {
-    NJI_X dy[NJI_WIDTH], x[NJI_WIDTH];
-};
-
-// What comes with a row.
-struct __align__(16) nji_note {
-    nji_real mean, rstd;
-    nji_i64 out; // offset in dx
-};
-
-extern __shared__ __align__(128) unsigned char nji_ring[]; // nji_slot [NJI_STAGES][NJI_TEAMS]
-
-__shared__ nji_note nji_notes[NJI_STAGES][NJI_TEAMS];
-__shared__ nji_barrier nji_full[NJI_STAGES][NJI_TEAMS], nji_free[NJI_STAGES][NJI_TEAMS];
-
-NJI_INLINE nji_slot *nji_slot_of(int stage, int team) {
-    return (nji_slot *)nji_ring + stage * NJI_TEAMS + team;
-}
-
-// The stage that comes next, and the phase of its barriers.
-struct nji_turn {
-    int stage, phase;
-};
-
-NJI_INLINE void nji_advance(nji_turn &turn) {
-    if (++turn.stage < NJI_STAGES) return;
-    turn.stage = 0;
-    turn.phase ^= 1;
-}
-
-// A team's way over its rows. With one row dim, the usual, a step is a few sums.
-struct nji_walk {
-    nji_i64 row, step;
-    nji_offsets at, by;
-
-    __device__ __forceinline__ nji_walk(const nji_problem &p, nji_i64 first, nji_i64 distance) {
-        row = first;
-        step = distance;
-        at = nji_row_offsets(p, p.dx, row);
-        by = nji_row_offsets(p, p.dx, step);
-    }
-    __device__ __forceinline__ void advance(const nji_problem &p) {
-        row += step;
-        if (p.row_dims > 1) {
-            at = nji_row_offsets(p, p.dx, row);
-            return;
-        }
-        at.x += by.x;
-        at.dy += by.dy;
-        at.out += by.out;
-        at.mean += by.mean;
-        at.rstd += by.rstd;
-    }
-};
-
-NJI_INLINE nji_note nji_read_note(const nji_problem &p, const nji_walk &walk) {
-    nji_note note = {0, 0, 0};
-    if (walk.row >= p.rows) return note;
-    note.out = walk.at.out;
-    if (NJI_WANT_X) {
-        note.mean = nji_load_any(p.mean.data, walk.at.mean, NJI_STAT_CODE);
-        note.rstd = nji_load_any(p.rstd.data, walk.at.rstd, NJI_STAT_CODE);
-    }
-    return note;
-}
-
-// Fills the slots of a team as they become free. One thread for each team.
-NJI_INLINE void nji_fill(const nji_problem &p, const nji_place &place) {
-    const int first = place.slice * NJI_WIDTH;
-    const int left = NJI_COLS - first, count = left < NJI_WIDTH ? left : NJI_WIDTH;
-    const int bytes = count < 0 ? 0 : count * (int)sizeof(NJI_X); // the last slices may be empty
-    nji_turn turn = {0, 1};                                       // all are free at first
-    nji_walk walk(p, place.first, place.step);
-    // What a row needs besides its elements must not wait behind those of later rows.
-    nji_walk ahead = walk;
-    nji_note note = nji_read_note(p, ahead);
-    ahead.advance(p);
-    nji_note next = nji_read_note(p, ahead);
-#pragma unroll 1
-    for (; walk.row < p.rows; walk.advance(p)) {
-        nji_slot *slot = nji_slot_of(turn.stage, place.team);
-        nji_barrier *full = &nji_full[turn.stage][place.team];
-        nji_barrier_wait(&nji_free[turn.stage][place.team], turn.phase);
-        if (bytes > 0) {
-            nji_copy_bulk(slot->dy, (const NJI_X *)p.dy.data + walk.at.dy + first, bytes, full);
-        }
-        if (NJI_WANT_X && bytes > 0) {
-            nji_copy_bulk(slot->x, (const NJI_X *)p.x.data + walk.at.x + first, bytes, full);
-        }
-        nji_notes[turn.stage][place.team] = note;
-        nji_barrier_expect(full, NJI_WANT_X ? 2 * bytes : bytes);
-        note = next;
-        ahead.advance(p);
-        next = nji_read_note(p, ahead);
-        nji_advance(turn);
-    }
-}
 
 // ---- sums over a row ----------------------------------------------------------------------------
 
 #if NJI_SENDERS > 1
 __shared__ __align__(16) nji_real nji_exchange[2][NJI_TEAMS][NJI_SENDERS][2];
-#if NJI_SLICES > 1
-__shared__ nji_barrier nji_arrived[2][NJI_TEAMS];
 #endif
-#endif
-
-// Waits for the rest of the team in this block.
-NJI_INLINE void nji_meet(const nji_place &place) {
-    if (NJI_WARPS == 1) __syncwarp();
-    else nji_team_sync(place.team, NJI_LANES);
-}
 
 // Means over the columns of a row from the sums of its threads; equal bits in all of them. `round`
 // counts the rows. Two halves of the exchange take turns: none is written before all have read it,
@@ -404,28 +227,6 @@ NJI_INLINE void nji_write_gradients(const nji_problem &p, const nji_place &place
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// All blocks of the cluster.
-NJI_INLINE void nji_cluster_meet() {
-#if NJI_SLICES > 1
-    nji_cluster_sync();
-#else
-    __syncthreads();
-#endif
-}
-
-// Before the first use of the barriers. No thread reads global memory yet.
-NJI_INLINE void nji_set_up() {
-    for (int i = threadIdx.x; i < NJI_STAGES * NJI_TEAMS; i += NJI_THREADS) {
-        nji_barrier_init(&nji_full[0][0] + i, 1);
-        nji_barrier_init(&nji_free[0][0] + i, 1);
-    }
-#if NJI_SLICES > 1
-    if (threadIdx.x < 2 * NJI_TEAMS) nji_barrier_init(&nji_arrived[0][0] + threadIdx.x, 1);
-#endif
-    nji_barrier_init_fence();
-    nji_cluster_meet();
-}
-
 NJI_INLINE void nji_work(const nji_problem &p, const nji_place &place) {
     nji_kept_gamma kept;
     nji_gradients gradients;
@@ -491,17 +292,7 @@ NJI_INLINE void nji_work(const nji_problem &p, const nji_place &place) {
 // dx, and for each cluster one part of the parameter gradients or, for one cluster, the gradients;
 // rows >= 1; dx may be x or dy.
 NJI_KERNEL nj_ring_backward(NJI_PARAMETER p) {
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); // seen to be one for a warp
-    nji_set_up();
-    nji_begin();
-    if (warp < NJI_WORKERS / 32) {
-        nji_work(p, nji_place_of(warp / NJI_WARPS, warp % NJI_WARPS));
-    } else {
-        const int team = threadIdx.x % 32 * NJI_FILLERS + warp - NJI_WORKERS / 32;
-        if (team < NJI_TEAMS) nji_fill(p, nji_place_of(team, 0));
-        __syncwarp();
-    }
-#if NJI_SLICES > 1
-    nji_cluster_meet(); // no block ends while another may still send to it
-#endif
+    nji_run(p);
 }
+
+#endif

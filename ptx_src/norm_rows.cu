@@ -10,11 +10,11 @@
 //
 // The build defines, beside the types: NJI_COLS, NJI_VEC, NJI_LANES, NJI_CHUNKS, NJI_THREADS,
 // NJI_SLICES, NJI_CLUSTER (0 or 1), NJI_BLOCKS (per multiprocessor, at least), NJI_P (parameter
-// type), NJI_PREFETCH (0 or 1), NJI_AHEAD (rows that the L2 cache is asked for in advance),
-// NJI_LOOSE (0 or 1; with 1 NJI_VEC is 1), NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA,
-// NJI_GRADS, NJI_ACCUMULATE.
+// type), NJI_DEPTH (forward: rows that a thread loads at once), NJI_PREFETCH (0 or 1), NJI_AHEAD
+// (rows that the L2 cache is asked for in advance), NJI_LOOSE (0 or 1; with 1 NJI_VEC and NJI_DEPTH
+// are 1), NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
 
-#define NJI_ROWS (NJI_THREADS / NJI_LANES) // rows that a block works on
+#define NJI_ROWS (NJI_THREADS / NJI_LANES) // rows that a block works on side by side
 #define NJI_WARPS ((NJI_LANES + 31) / 32)  // warps that share a row
 #define NJI_WIDTH (NJI_LANES * NJI_CHUNKS * NJI_VEC) // columns of a slice
 #define NJI_PEERS (NJI_CLUSTER ? NJI_SLICES : 1)
@@ -50,8 +50,8 @@ NJI_INLINE nji_place nji_my_place() {
     place.lane = threadIdx.x % NJI_LANES;
     place.group = threadIdx.x / NJI_LANES;
     place.slice = blockIdx.x % NJI_SLICES;
-    place.first = (nji_i64)(blockIdx.x / NJI_SLICES) * NJI_ROWS;
-    place.step = (nji_i64)(gridDim.x / NJI_SLICES) * NJI_ROWS;
+    place.first = (nji_i64)(blockIdx.x / NJI_SLICES) * NJI_ROWS * NJI_DEPTH;
+    place.step = (nji_i64)(gridDim.x / NJI_SLICES) * NJI_ROWS * NJI_DEPTH;
     return place;
 }
 
@@ -194,15 +194,21 @@ NJI_INLINE nji_real nji_slice_cols(int slice) {
 // shift what rounding lost.
 NJI_INLINE void nji_moments(const nji_place &place, const nji_pack_x x[NJI_CHUNKS], nji_real count,
                             nji_real &center, nji_real &shift, nji_real &squares, int &turn) {
-    nji_real sum = 0, unused = 0;
+    nji_real sums[2] = {0, 0};
 #pragma unroll
     for (int k = 0; k < NJI_CHUNKS; k++) {
         nji_real value[NJI_VEC];
         x[k].widen(value);
 #pragma unroll
-        for (int i = 0; i < NJI_VEC; i++) sum += value[i];
+        for (int i = 0; i < NJI_VEC; i++) sums[i % 2] += value[i];
     }
+    nji_real sum = sums[0] + sums[1];
+#if NJI_LANES <= 32 && !NJI_CLUSTER
+    sum = nji_lanes_sum<NJI_LANES>(sum);
+#else
+    nji_real unused = 0;
     nji_row_sums(sum, unused, turn);
+#endif
     center = sum / count;
     nji_real first = 0, second = 0;
 #pragma unroll
@@ -222,26 +228,26 @@ NJI_INLINE void nji_moments(const nji_place &place, const nji_pack_x x[NJI_CHUNK
     squares = second - first * shift;
 }
 
-NJI_INLINE nji_real nji_rstd_of(nji_real squares, nji_real eps) {
-    nji_real variance = squares / (nji_real)NJI_COLS;
-    if (variance < 0) variance = 0; // by rounding; NaN stays
-    return nji_rsqrt(variance + eps);
-}
+// A row that is worked on.
+struct nji_row {
+    nji_pack_x x[NJI_CHUNKS];
+    nji_real center, shift, rstd;
+    nji_i64 out; // offset in y
+    bool is_row; // else past the last
+};
 
-NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i64 at,
-                            const nji_pack_x x[NJI_CHUNKS], nji_real center, nji_real shift,
-                            nji_real rstd) {
-    nji_walk<NJI_X> to((NJI_X *)p.y.data + at, nji_step(p, p.y), place);
+// gamma and beta are read and widened once for all rows.
+NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place,
+                            const nji_row rows[NJI_DEPTH]) {
+    nji_walk<NJI_X> to((NJI_X *)p.y.data + rows[0].out, nji_step(p, p.y), place);
     nji_walk<const NJI_P> gamma_at((const NJI_P *)p.gamma.data, nji_step(p, p.gamma), place);
     nji_walk<const NJI_P> beta_at((const NJI_P *)p.beta.data, nji_step(p, p.beta), place);
 #pragma unroll
     for (int k = 0; k < NJI_CHUNKS; k++, to.next(), gamma_at.next(), beta_at.next()) {
         const int column = nji_column(place, k);
-        nji_real value[NJI_VEC], gamma[NJI_VEC], beta[NJI_VEC];
+        nji_real gamma[NJI_VEC], beta[NJI_VEC];
         nji_pack_p param;
-        nji_pack_x out;
         if (!nji_is_column(column)) continue;
-        x[k].widen(value);
         if (NJI_HAS_GAMMA) {
             param.load(gamma_at.pack(column));
             param.widen(gamma);
@@ -251,37 +257,63 @@ NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i6
             param.widen(beta);
         }
 #pragma unroll
-        for (int i = 0; i < NJI_VEC; i++) {
-            value[i] = ((value[i] - center) - shift) * rstd;
-            if (NJI_HAS_GAMMA) value[i] *= gamma[i];
-            if (NJI_HAS_BETA) value[i] += beta[i];
+        for (int r = 0; r < NJI_DEPTH; r++) {
+            const nji_row &row = rows[r];
+            nji_real value[NJI_VEC];
+            nji_pack_x out;
+            row.x[k].widen(value);
+#pragma unroll
+            for (int i = 0; i < NJI_VEC; i++) {
+                value[i] = ((value[i] - row.center) - row.shift) * row.rstd;
+                if (NJI_HAS_GAMMA) value[i] *= gamma[i];
+                if (NJI_HAS_BETA) value[i] += beta[i];
+            }
+            out.narrow(value);
+            if (row.is_row) out.store(to.pack(column) + (row.out - rows[0].out));
         }
-        out.narrow(value);
-        out.store(to.pack(column));
     }
 }
 
 #if NJI_SLICES == 1 || NJI_CLUSTER
 
-// y, mean, rstd. One row for each NJI_LANES threads of each cluster; rows >= 1; y may be x.
+// y, mean, rstd. NJI_DEPTH rows for each NJI_LANES threads of each cluster, all loaded before the
+// first is summed; rows >= 1; y may be x.
 NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {
     nji_begin();
     const nji_place place = nji_my_place();
     int turn = 0;
     nji_meet();
     for (nji_i64 base = place.first; base < p.rows; base += place.step) {
-        const bool is_row = base + place.group < p.rows;
-        const nji_offsets at = nji_row_offsets(p, p.y, is_row ? base + place.group : base);
-        nji_pack_x x[NJI_CHUNKS];
-        nji_real center, shift, squares;
-        // A group past the last row adds nothing, and keeps off a row that another may overwrite.
-        if (NJI_ROWS == 1 || is_row) nji_load_row(p, p.x, at.x, place, x);
-        else nji_zero_row(x);
-        nji_moments(place, x, (nji_real)NJI_COLS, center, shift, squares, turn);
-        const nji_real rstd = nji_rstd_of(squares, (nji_real)p.eps);
-        if (!is_row) continue;
-        nji_write_y(p, place, at.out, x, center, shift, rstd);
-        if (place.lane == 0 && place.slice == 0) nji_write_stats(p, at, center + shift, rstd);
+        nji_row rows[NJI_DEPTH];
+#pragma unroll
+        for (int r = 0; r < NJI_DEPTH; r++) {
+            nji_row &row = rows[r];
+            const nji_i64 index = base + r * NJI_ROWS + place.group;
+            row.is_row = (NJI_ROWS == 1 && NJI_DEPTH == 1) || index < p.rows;
+            // A group past the last row adds nothing, and keeps off a row that another may overwrite.
+            nji_zero_row(row.x);
+            row.out = 0;
+            if (!row.is_row) continue;
+            const nji_offsets at = nji_row_offsets(p, p.y, index);
+            nji_load_row(p, p.x, at.x, place, row.x);
+            row.out = at.out;
+        }
+#pragma unroll
+        for (int r = 0; r < NJI_DEPTH; r++) {
+            nji_row &row = rows[r];
+            nji_real squares;
+            nji_moments(place, row.x, NJI_COLS, row.center, row.shift, squares, turn);
+            row.rstd = nji_rstd_of(squares, NJI_COLS, (nji_real)p.eps);
+        }
+        nji_write_y(p, place, rows);
+        if (place.lane != 0 || place.slice != 0) continue;
+#pragma unroll
+        for (int r = 0; r < NJI_DEPTH; r++) {
+            const nji_row &row = rows[r];
+            if (!row.is_row) continue;
+            nji_write_stats(p, nji_row_offsets(p, p.y, base + r * NJI_ROWS + place.group),
+                            row.center + row.shift, row.rstd);
+        }
     }
     nji_meet();
 }
@@ -314,19 +346,26 @@ NJI_KERNEL nj_split_forward_write(NJI_PARAMETER p) {
     for (nji_i64 row = place.first; row < p.rows; row += place.step) {
         const nji_real *sums = (const nji_real *)p.sums + row * NJI_SLICES * 2;
         const nji_offsets at = nji_row_offsets(p, p.y, row);
-        const nji_real center = sums[0];
-        nji_pack_x x[NJI_CHUNKS];
-        nji_real shift = 0, squares = 0;
-        nji_load_row(p, p.x, at.x, place, x);
-        for (int s = 0; s < NJI_SLICES; s++) shift += nji_slice_cols(s) * (sums[2 * s] - center);
-        shift = nji_shift_of(shift / (nji_real)NJI_COLS);
+        nji_row it;
+        nji_real squares = 0;
+        it.center = sums[0];
+        it.shift = 0;
+        it.out = at.out;
+        it.is_row = true;
+        nji_load_row(p, p.x, at.x, place, it.x);
         for (int s = 0; s < NJI_SLICES; s++) {
-            const nji_real d = (sums[2 * s] - center) - shift;
+            it.shift += nji_slice_cols(s) * (sums[2 * s] - it.center);
+        }
+        it.shift = nji_shift_of(it.shift / (nji_real)NJI_COLS);
+        for (int s = 0; s < NJI_SLICES; s++) {
+            const nji_real d = (sums[2 * s] - it.center) - it.shift;
             squares += sums[2 * s + 1] + nji_slice_cols(s) * d * d;
         }
-        const nji_real rstd = nji_rstd_of(squares, (nji_real)p.eps);
-        nji_write_y(p, place, at.out, x, center, shift, rstd);
-        if (place.lane == 0 && place.slice == 0) nji_write_stats(p, at, center + shift, rstd);
+        it.rstd = nji_rstd_of(squares, NJI_COLS, (nji_real)p.eps);
+        nji_write_y(p, place, &it);
+        if (place.lane == 0 && place.slice == 0) {
+            nji_write_stats(p, at, it.center + it.shift, it.rstd);
+        }
     }
 }
 

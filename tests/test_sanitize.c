@@ -179,8 +179,9 @@ static void every_row_of_the_rings_table(void **state) {
         const nj_dtype dtype = row->element_bytes == 4 ? NJ_F32 : r % 2 ? NJ_F16 : NJ_BF16;
         for (int k = 0; k < 4; k++) {
             const int64_t cols = ring_cols(row, k & 1);
-            nj_desc desc = tuning_desc(0, dtype, k / 2 ? 2 : ring_rows(row, cols), cols);
-            check_packed_apart(&desc, NJ_OP_LAYER_NORM_BACKWARD, "ring");
+            const int64_t rows = k / 2 ? 2 : ring_rows(row, cols);
+            const nj_desc desc = tuning_desc(row->forward, dtype, rows, cols);
+            check_packed_apart(&desc, (nj_op)desc.op, "ring");
         }
     }
 }
@@ -210,7 +211,7 @@ static void every_family_in_every_type(void **state) {
     (void)state;
     for (size_t k = 0; k < COUNT_OF(shapes); k++) {
         for (int dtype = NJ_F16; dtype <= NJ_F64; dtype++) {
-            const int is_ring = shapes[k].family == NJI_RING; /* of some types, backward */
+            const int is_ring = shapes[k].family == NJI_RING; /* of some types */
             const char *kernel = bed.fallback ? "strided" : family_kernel[shapes[k].family];
             const nj_desc desc = desc_of(&shapes[k], (nj_dtype)dtype);
             check_packed_apart(&desc, NJ_OP_LAYER_NORM_FORWARD, is_ring ? "" : kernel);

@@ -421,7 +421,7 @@ static void shared_memory_beyond_48_kilobytes_must_be_asked_for(void **state) {
 typedef struct geometry {
     int family, vec, lanes, chunks, warps; /* warps: that share a row, of all blocks of a cluster */
     int rows, cluster, prefetch, is_exact; /* rows: of a block; cluster: its blocks */
-    int keep;
+    int keep, alone;                       /* of a ring */
 } geometry;
 
 static geometry geometry_of(const nji_choice *c, int64_t cols) {
@@ -437,6 +437,7 @@ static geometry geometry_of(const nji_choice *c, int64_t cols) {
     g.rows = nji_block_rows(c);
     g.prefetch = c->prefetch;
     g.keep = c->keep;
+    g.alone = c->alone;
     g.is_exact = along * c->chunks * c->slices == cols;
     return g;
 }
@@ -472,13 +473,16 @@ static const feature features[] = {
     {NJI_TILES, FIELD(vec), 2, 2, {1, 1}},       {NJI_TILES, FIELD(vec), 4, 4, {1, 1}},
     {NJI_TILES, FIELD(vec), 8, 8, {1, 1}},       {NJI_TILES, FIELD(chunks), 1, 1, {1, 1}},
     {NJI_TILES, FIELD(chunks), 2, 16, {1, 1}},   {NJI_TILES, FIELD(is_exact), 0, 0, {1, 1}},
-    {NJI_TILES, FIELD(is_exact), 1, 1, {1, 1}},  {NJI_RING, FIELD(cluster), 1, 1, {1, 0}},
-    {NJI_RING, FIELD(cluster), 2, 2, {1, 0}},    {NJI_RING, FIELD(cluster), 4, 4, {1, 0}},
-    {NJI_RING, FIELD(cluster), 8, 8, {1, 0}},    {NJI_RING, FIELD(lanes), 32, 32, {1, 0}},
-    {NJI_RING, FIELD(lanes), 33, 512, {1, 0}},   {NJI_RING, FIELD(rows), 1, 1, {1, 0}},
-    {NJI_RING, FIELD(rows), 2, 16, {1, 0}},      {NJI_RING, FIELD(is_exact), 0, 0, {1, 0}},
-    {NJI_RING, FIELD(is_exact), 1, 1, {1, 0}},   {NJI_RING, FIELD(keep), 1, 1, {1, 0}},
-    {NJI_RING, FIELD(keep), 2, 2, {1, 0}},
+    {NJI_TILES, FIELD(is_exact), 1, 1, {1, 1}},  {NJI_RING, FIELD(warps), 1, 1, {1, 0}},
+    {NJI_RING, FIELD(warps), 2, 8, {1, 1}},      {NJI_RING, FIELD(warps), 9, 32, {1, 1}},
+    {NJI_RING, FIELD(warps), 33, 256, {1, 1}},   {NJI_RING, FIELD(rows), 1, 1, {1, 1}},
+    {NJI_RING, FIELD(rows), 2, 4, {1, 1}},       {NJI_RING, FIELD(rows), 5, 16, {1, 1}},
+    {NJI_RING, FIELD(cluster), 1, 1, {1, 1}},    {NJI_RING, FIELD(cluster), 2, 2, {1, 1}},
+    {NJI_RING, FIELD(cluster), 4, 4, {1, 1}},    {NJI_RING, FIELD(cluster), 8, 8, {1, 1}},
+    {NJI_RING, FIELD(keep), 1, 1, {1, 0}},       {NJI_RING, FIELD(keep), 2, 2, {1, 0}},
+    {NJI_RING, FIELD(keep), 1, 1, {0, 1}},       {NJI_RING, FIELD(keep), 5, 5, {0, 1}},
+    {NJI_RING, FIELD(is_exact), 0, 0, {1, 1}},   {NJI_RING, FIELD(is_exact), 1, 1, {1, 1}},
+    {NJI_RING, FIELD(alone), 0, 0, {1, 0}},      {NJI_RING, FIELD(alone), 1, 1, {1, 0}},
 };
 
 static int reached[COUNT_OF(features)][2];
@@ -489,8 +493,8 @@ static const char *const family_name[] = {"rows", "split", "tiles", "ring", "str
 static void note_ring(const nj_desc *desc, int64_t cols) {
     for (size_t i = 0; i < COUNT_OF(nji_ring_table); i++) {
         const nji_ring_tuning *row = &nji_ring_table[i];
-        if ((size_t)row->element_bytes == nj_dtype_size(desc->dtype) && cols >= row->min_cols &&
-            cols <= row->max_cols) {
+        if (row->forward == nji_is_forward(desc) && cols >= row->min_cols && cols <= row->max_cols &&
+            (size_t)row->element_bytes == nj_dtype_size(desc->dtype)) {
             reached_ring[i] = 1;
             return;
         }
@@ -548,6 +552,8 @@ typedef struct simt_case {
 #define TILES                                                                                          \
     { NJI_TILES, NJI_TILES }
 #define RING                                                                                           \
+    { NJI_RING, NJI_RING }
+#define RING_BACKWARD                                                                                  \
     { NJI_RING, NJI_ROWS }
 #define STRIDED                                                                                        \
     { NJI_STRIDED, NJI_STRIDED }
@@ -561,15 +567,24 @@ static const simt_case on_sm_90[] = {
     {"many rows in a block, all columns taken", ROWS, NJ_F32, NJ_BF16, NJ_F32, {501, 64}, 2},
     {"a warp with single elements", ROWS, NJ_F32, NJ_F32, NJ_F32, {201, 33}, 2},
     {"a warp, all columns taken", ROWS, NJ_BF16, NJ_BF16, NJ_BF16, {301, 256}, 2},
-    {"a warp with several packs", RING, NJ_F16, NJ_F32, NJ_F32, {75, 760}, 2},
+    {"a warp with several packs", RING_BACKWARD, NJ_F16, NJ_F32, NJ_F32, {75, 760}, 2},
     {"a warp with packs of two doubles", ROWS, NJ_F64, NJ_F64, NJ_F64, {90, 100}, 2},
     {"doubles one by one", ROWS, NJ_F64, NJ_F32, NJ_F64, {120, 7}, 2},
-    {"two and more warps", RING, NJ_BF16, NJ_F32, NJ_F32, {70, 1000}, 2},
+    {"two and more warps", RING_BACKWARD, NJ_BF16, NJ_F32, NJ_F32, {70, 1000}, 2},
     {"warps with single elements", ROWS, NJ_F16, NJ_F16, NJ_F32, {30, 1027}, 2},
     {"warps, all columns taken", RING, NJ_F32, NJ_F32, NJ_F32, {30, 2048}, 2},
-    {"more than eight warps", ROWS, NJ_F16, NJ_BF16, NJ_F32, {9, 8190}, 2},
-    {"a cluster of two backward", ROWS, NJ_F16, NJ_F16, NJ_F32, {11, 8202}, 2},
-    {"a cluster of four backward", ROWS, NJ_F32, NJ_F32, NJ_F32, {7, 17002}, 2},
+    {"more than eight warps, few rows", RING, NJ_F16, NJ_BF16, NJ_F32, {9, 8200}, 2},
+    {"three packs of each thread", RING, NJ_BF16, NJ_F32, NJ_F32, {35, 12288}, 2},
+    {"a cluster of two", RING, NJ_BF16, NJ_BF16, NJ_BF16, {70, 2056}, 2},
+    {"a cluster of four, with a warp each", RING, NJ_F16, NJ_F16, NJ_F32, {3, 1600}, 2},
+    {"one row through a cluster", RING, NJ_F32, NJ_F32, NJ_F32, {1, 4096}, 2},
+    {"a cluster of four", RING, NJ_F32, NJ_F16, NJ_F32, {11, 8200}, 2},
+    {"a cluster of eight, one row at a time", RING, NJ_BF16, NJ_F32, NJ_F32, {4, 40000}, 2},
+    {"a cluster of eight forward, with some empty", RING, NJ_F32, NJ_F32, NJ_F32, {3, 33000}, 2},
+    {"a cluster of eight", RING, NJ_F32, NJ_F32, NJ_F32, {7, 17000}, 2},
+    {"more than eight warps", ROWS, NJ_F16, NJ_F16, NJ_F32, {5, 9001}, 2},
+    {"clusters of single elements", ROWS, NJ_F32, NJ_F32, NJ_F32, {3, 20001}, 2},
+    {"a cluster of eight forward, with some empty", RING, NJ_F32, NJ_F32, NJ_F32, {3, 33000}, 2},
     {"a cluster of eight forward", SPLIT_BACKWARD, NJ_BF16, NJ_BF16, NJ_F32, {4, 66000}, 2},
     {"a cluster of two forward, of four backward", ROWS, NJ_F64, NJ_F64, NJ_F64, {7, 8200}, 2},
     {"a cluster of four forward, of eight backward", ROWS, NJ_F64, NJ_F64, NJ_F64, {4, 16386}, 2},
@@ -593,8 +608,8 @@ static const simt_case on_sm_90[] = {
     {"rows in two axes that do not merge", STRIDED, NJ_F64, NJ_F32, NJ_F64, {40, 3, 9, 2}, 5},
     {"many columns in two axes", STRIDED, NJ_BF16, NJ_F32, NJ_BF16, {37, 11, 39}, 5},
     {"one column", STRIDED, NJ_F32, NJ_F32, NJ_F32, {300, 1}, 2},
-    {"a ring of a warp for each row, all columns taken", RING, NJ_BF16, NJ_BF16, NJ_BF16, {3, 33, 768}, 4},
-    {"a ring of teams that have no row", RING, NJ_F16, NJ_F32, NJ_F16, {2, 520}, 2},
+    {"a ring of a warp for each row, all columns taken", RING_BACKWARD, NJ_BF16, NJ_BF16, NJ_BF16, {3, 33, 768}, 4},
+    {"a ring of teams that have no row", RING_BACKWARD, NJ_F16, NJ_F32, NJ_F16, {2, 520}, 2},
     {"a ring of fewer rows than it has room for", RING, NJ_BF16, NJ_BF16, NJ_F32, {13, 1608}, 2},
     {"a ring of a cluster of two", RING, NJ_BF16, NJ_F32, NJ_F32, {41, 2056}, 2},
     {"a ring of a cluster of two, all columns taken", RING, NJ_F16, NJ_F16, NJ_F32, {5, 6144}, 2},
@@ -604,7 +619,7 @@ static const simt_case on_sm_90[] = {
     {"a ring of a cluster of eight, one of them without columns", RING, NJ_F16, NJ_BF16, NJ_F32,
      {13, 16392}, 2},
     {"a ring of a cluster of eight, all columns taken", RING, NJ_BF16, NJ_BF16, NJ_F32, {4, 65536}, 2},
-    {"a ring of floats", RING, NJ_F32, NJ_F32, NJ_F32, {70, 516}, 2},
+    {"a ring of floats", RING_BACKWARD, NJ_F32, NJ_F32, NJ_F32, {70, 516}, 2},
     {"a ring of floats in a cluster of two", RING, NJ_F32, NJ_BF16, NJ_F32, {19, 4100}, 2},
     {"a ring of floats in a cluster of four", RING, NJ_F32, NJ_F32, NJ_F32, {9, 8200}, 2},
     {"a ring of floats in a cluster of eight", RING, NJ_F32, NJ_F32, NJ_F32, {11, 17000}, 2},
@@ -654,11 +669,11 @@ static void note_choice(const nj_desc *like, nj_op op, nji_family ran) {
 
 /* The kernel that ends a run of a family. */
 static const char *kernel_of(nji_family family, int forward) {
-    static const char *const names[5][2] = {{"nj_rows_backward", "nj_rows_forward"},
-                                            {"nj_split_backward_write", "nj_split_forward_write"},
-                                            {"nj_tiles_backward", "nj_tiles_forward"},
-                                            {"nj_ring_backward", NULL},
-                                            {"nj_strided_backward", "nj_strided_forward"}};
+    static const char *const names[][2] = {{"nj_rows_backward", "nj_rows_forward"},
+                                           {"nj_split_backward_write", "nj_split_forward_write"},
+                                           {"nj_tiles_backward", "nj_tiles_forward"},
+                                           {"nj_ring_backward", "nj_ring_forward"},
+                                           {"nj_strided_backward", "nj_strided_forward"}};
     return names[family][forward];
 }
 
@@ -686,8 +701,8 @@ static const simt_case families[] = {
     {"clusters", ROWS, NJ_F64, NJ_F64, NJ_F64, {4, 8200}, 2},
     {"split", SPLIT, NJ_F64, NJ_F64, NJ_F64, {3, 32770 * 2}, 2},
     {"tiles", TILES, NJ_BF16, NJ_BF16, NJ_F32, {3, 20, 72}, 2},
-    {"ring", RING, NJ_F16, NJ_F16, NJ_F32, {5, 9, 1000}, 4},
-    {"ring of a warp for each row", RING, NJ_BF16, NJ_F32, NJ_F32, {3, 3, 11, 520}, 8},
+    {"ring", RING_BACKWARD, NJ_F16, NJ_F16, NJ_F32, {5, 9, 1000}, 4},
+    {"ring of a warp for each row", RING_BACKWARD, NJ_BF16, NJ_F32, NJ_F32, {3, 3, 11, 520}, 8},
     {"ring of a cluster", RING, NJ_F32, NJ_F32, NJ_F32, {2, 5, 4100}, 4},
     {"ring that reads rows twice", RING, NJ_BF16, NJ_BF16, NJ_F32, {6, 8200}, 2},
     {"strided", STRIDED, NJ_F32, NJ_F32, NJ_F32, {5, 9, 7, 11}, 10},

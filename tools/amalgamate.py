@@ -35,7 +35,8 @@ ROOMS = {
 PROGRAMS = {
     "rows": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_rows.cu"],
     "tiles": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_tiles.cu"],
-    "ring": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_ring.cu"],
+    "ring": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_ring.cuh", "norm_ring_forward.cu",
+             "norm_ring.cu"],
     "strided": ["nj_abi.h", "nj_device.cuh", "norm_index.cuh", "norm_strided.cu"],
 }
 

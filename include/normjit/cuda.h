@@ -324,10 +324,10 @@ static const nji_fast_program *nji_fast_program_of(const nji_choice *choice) {
          nji_program_tiles,
          NJI_PROGRAM_TILES_HASH,
          {{"nj_tiles_backward", NULL}, {"nj_tiles_forward", NULL}}},
-        {"norm_ring.cu",
+        {"norm_ring.cuh",
          nji_program_ring,
          NJI_PROGRAM_RING_HASH,
-         {{"nj_ring_backward", NULL}, {NULL, NULL}}}};
+         {{"nj_ring_backward", NULL}, {"nj_ring_forward", NULL}}}};
     return choice->loose ? &loose[choice->family] : &program[choice->family];
 }
 

@@ -12,7 +12,7 @@ typedef enum nji_family {
     NJI_ROWS,   /* a row in the registers of one block or cluster: norm_rows.cu */
     NJI_SPLIT,  /* a row over several blocks, in two kernels: norm_rows.cu */
     NJI_TILES,  /* neighbouring rows adjacent, columns strided: norm_tiles.cu */
-    NJI_RING,   /* rows pass through a ring in shared memory: norm_ring.cu */
+    NJI_RING,   /* rows pass through a ring in shared memory: norm_ring.cuh */
     NJI_STRIDED /* any strides: norm_strided.cu */
 } nji_family;
 
@@ -31,6 +31,7 @@ typedef struct nji_tuning {
     int resident;   /* threads that a multiprocessor holds: launch bound, and grid of a backward */
     int prefetch;   /* load the next row while working on one */
     int ahead;      /* ask the L2 cache for the row that many steps ahead; 0 = do not */
+    int depth;      /* forward, within a warp: rows that a thread loads at once, else 1 */
 } nji_tuning;
 
 #define NJI_ANY_COLS INT64_MAX
@@ -38,76 +39,85 @@ typedef struct nji_tuning {
 /* Measured reasons: ptx_src/DIARY.md. */
 /* clang-format off */
 static const nji_tuning nji_tuning_table[] = {
-    /* fwd bytes arch access cols elements lanes threads slices resident prefetch ahead */
-    {1, 2, 0, 16, 256, 8, 32, 128, 1, 1536, 0, 0},
-    {1, 2, 90, 16, 1024, 32, 32, 256, 1, 1024, 0, 0},
-    {1, 2, 0, 16, 1024, 32, 32, 256, 1, 768, 0, 0},
-    {1, 2, 0, 2, 8192, 32, 512, 0, 1, 768, 0, 0},
-    {1, 2, 0, 16, 8192, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 0, 16, 12288, 24, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 2, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0},
-    {1, 2, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
-    {1, 2, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 0, 16, 128, 4, 32, 128, 1, 1536, 0, 0},
-    {1, 4, 0, 16, 512, 16, 32, 256, 1, 1024, 0, 0},
-    {1, 4, 0, 16, 8192, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0},
-    {1, 4, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0},
-    {1, 4, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0},
-    {1, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0},
-    {1, 8, 0, 16, 512, 16, 32, 128, 1, 512, 0, 0},
-    {1, 8, 90, 16, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0, 0},
-    {1, 8, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
-    {0, 2, 0, 16, 256, 8, 32, 256, 1, 1024, 0, 0},
-    {0, 2, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
-    {0, 2, 0, 16, 1024, 16, 512, 0, 1, 512, 1, 0},
-    {0, 2, 0, 16, 4096, 24, 512, 0, 1, 384, 1, 0},
-    {0, 2, 90, 2, 8192, 16, 512, 0, 1, 512, 0, 2},
-    {0, 2, 90, 4, 16384, 8, 1024, 0, 8, 1024, 0, 3},
-    {0, 2, 0, 16, 6144, 16, 512, 0, 1, 384, 1, 0},
-    {0, 2, 0, 16, 8192, 24, 512, 0, 1, 384, 1, 0},
-    {0, 2, 100, 16, 16384, 24, 352, 0, 8, 384, 1, 0},
-    {0, 2, 0, 16, 12288, 32, 384, 0, 1, 384, 0, 0},
-    {0, 2, 90, 16, 16384, 24, 512, 0, 8, 384, 1, 0},
-    {0, 2, 0, 16, NJI_ANY_COLS, 24, 192, 0, 1, 384, 1, 0},
-    {0, 4, 0, 16, 128, 4, 32, 256, 1, 1024, 1, 0},
-    {0, 4, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0},
-    {0, 4, 0, 16, 4096, 8, 512, 0, 1, 1024, 0, 0},
-    {0, 4, 90, 16, 65536, 32, 256, 0, 8, 256, 1, 0},
-    {0, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0},
-    {0, 8, 0, 16, 256, 8, 32, 128, 1, 256, 1, 0},
-    {0, 8, 90, 16, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0, 0},
-    {0, 8, 0, 16, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0, 0},
+    /* fwd bytes arch access cols elements lanes threads slices resident prefetch ahead depth */
+    {1, 2, 0, 16, 256, 8, 32, 128, 1, 1536, 0, 0, 1},
+    {1, 2, 90, 16, 1024, 32, 32, 256, 1, 1024, 0, 0, 1},
+    {1, 2, 0, 16, 1024, 32, 32, 256, 1, 768, 0, 0, 1},
+    {1, 2, 0, 2, 8192, 32, 512, 0, 1, 768, 0, 0, 1},
+    {1, 2, 0, 16, 8192, 32, 512, 0, 1, 1024, 0, 0, 1},
+    {1, 2, 0, 16, 12288, 24, 512, 0, 1, 1024, 0, 0, 1},
+    {1, 2, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0, 1},
+    {1, 2, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0, 1},
+    {1, 2, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0, 1},
+    {1, 2, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0, 1},
+    {1, 4, 0, 16, 128, 4, 32, 128, 1, 1536, 0, 0, 1},
+    {1, 4, 0, 16, 512, 16, 32, 256, 1, 1024, 0, 0, 1},
+    {1, 4, 0, 16, 8192, 16, 512, 0, 1, 1024, 0, 0, 1},
+    {1, 4, 0, 16, 16384, 32, 512, 0, 1, 1024, 0, 0, 1},
+    {1, 4, 90, 16, 65536, 16, 512, 0, 8, 1024, 0, 0, 1},
+    {1, 4, 90, 16, NJI_ANY_COLS, 32, 512, 0, 8, 512, 0, 0, 1},
+    {1, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 1024, 0, 0, 1},
+    {1, 8, 0, 16, 512, 16, 32, 128, 1, 512, 0, 0, 1},
+    {1, 8, 90, 16, NJI_ANY_COLS, 16, 512, 0, 8, 512, 0, 0, 1},
+    {1, 8, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0, 1},
+    {0, 2, 0, 16, 256, 8, 32, 256, 1, 1024, 0, 0, 1},
+    {0, 2, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0, 1},
+    {0, 2, 0, 16, 1024, 16, 512, 0, 1, 512, 1, 0, 1},
+    {0, 2, 0, 16, 4096, 24, 512, 0, 1, 384, 1, 0, 1},
+    {0, 2, 90, 2, 8192, 16, 512, 0, 1, 512, 0, 2, 1},
+    {0, 2, 90, 4, 16384, 8, 1024, 0, 8, 1024, 0, 3, 1},
+    {0, 2, 0, 16, 6144, 16, 512, 0, 1, 384, 1, 0, 1},
+    {0, 2, 0, 16, 8192, 24, 512, 0, 1, 384, 1, 0, 1},
+    {0, 2, 100, 16, 16384, 24, 352, 0, 8, 384, 1, 0, 1},
+    {0, 2, 0, 16, 12288, 32, 384, 0, 1, 384, 0, 0, 1},
+    {0, 2, 90, 16, 16384, 24, 512, 0, 8, 384, 1, 0, 1},
+    {0, 2, 0, 16, NJI_ANY_COLS, 24, 192, 0, 1, 384, 1, 0, 1},
+    {0, 4, 0, 16, 128, 4, 32, 256, 1, 1024, 1, 0, 1},
+    {0, 4, 0, 16, 768, 24, 32, 64, 1, 256, 1, 0, 1},
+    {0, 4, 0, 16, 4096, 8, 512, 0, 1, 1024, 0, 0, 1},
+    {0, 4, 90, 16, 65536, 32, 256, 0, 8, 256, 1, 0, 1},
+    {0, 4, 0, 16, NJI_ANY_COLS, 16, 512, 0, 1, 512, 0, 0, 1},
+    {0, 8, 0, 16, 256, 8, 32, 128, 1, 256, 1, 0, 1},
+    {0, 8, 90, 16, NJI_ANY_COLS, 8, 512, 0, 8, 512, 0, 0, 1},
+    {0, 8, 0, 16, NJI_ANY_COLS, 8, 512, 0, 1, 512, 0, 0, 1},
 };
 /* clang-format on */
 
-/* Backward on sm_90 and later, columns in accesses of 16 bytes. Only `elements` decides about a row's
+/* On sm_90 and later, columns in accesses of 16 bytes. Only `elements` decides about a row's
    bits. The first row that fits is taken; past the last one the table above goes on. */
 typedef struct nji_ring_tuning {
+    int forward; /* 1 or 0 */
     int element_bytes;
     int64_t min_cols, max_cols;
     int elements; /* columns of a thread */
     int workers;  /* threads of a block's teams, at most */
     int slices;   /* blocks of a cluster */
     int stages;   /* rows of a team in the ring, at most */
-    int keep;     /* NJI_KEEP of norm_ring.cu */
+    int keep;     /* NJI_KEEP of norm_ring.cu or norm_ring_forward.cu */
 } nji_ring_tuning;
 
 /* clang-format off */
 static const nji_ring_tuning nji_ring_table[] = {
-    /* bytes min_cols max_cols elements workers slices stages keep */
-    {2, 513, 768, 24, 256, 1, 3, 2},
-    {2, 769, 2048, 16, 512, 1, 3, 2},
-    {2, 2049, 6144, 16, 512, 2, 3, 2},
-    {2, 6145, 8192, 16, 512, 4, 3, 2},
-    {2, 8193, 12288, 24, 384, 4, 3, 1},
-    {2, 12289, 16384, 16, 512, 4, 3, 2},
-    {2, 16385, 65536, 16, 512, 8, 3, 2},
-    {4, 513, 4096, 16, 256, 1, 4, 2},
-    {4, 4097, 8192, 16, 256, 2, 4, 2},
-    {4, 8193, 16384, 16, 384, 4, 3, 2},
-    {4, 16385, 65536, 16, 512, 8, 3, 2},
+    /* fwd bytes min_cols max_cols elements workers slices stages keep */
+    {1, 2, 1025, 2048, 32, 512, 1, 6, 5},
+    {1, 2, 2049, 16384, 32, 512, 1, 4, 5},
+    {1, 2, 16385, 32768, 32, 512, 2, 4, 5},
+    {1, 2, 32769, 65536, 32, 512, 4, 4, 5},
+    {1, 4, 1025, 8192, 16, 512, 1, 4, 1},
+    {1, 4, 8193, 16384, 16, 512, 2, 4, 1},
+    {1, 4, 16385, 32768, 16, 512, 4, 4, 1},
+    {1, 4, 32769, 65536, 16, 512, 8, 4, 1},
+    {0, 2, 513, 768, 24, 256, 1, 3, 2},
+    {0, 2, 769, 2048, 16, 512, 1, 3, 2},
+    {0, 2, 2049, 6144, 16, 512, 2, 3, 2},
+    {0, 2, 6145, 8192, 16, 512, 4, 3, 2},
+    {0, 2, 8193, 12288, 24, 384, 4, 3, 1},
+    {0, 2, 12289, 16384, 16, 512, 4, 3, 2},
+    {0, 2, 16385, 65536, 16, 512, 8, 3, 2},
+    {0, 4, 513, 4096, 16, 256, 1, 4, 2},
+    {0, 4, 4097, 8192, 16, 256, 2, 4, 2},
+    {0, 4, 8193, 16384, 16, 384, 4, 3, 2},
+    {0, 4, 16385, 65536, 16, 512, 8, 3, 2},
 };
 /* clang-format on */
 
@@ -122,7 +132,7 @@ typedef struct nji_choice {
         threads; /* threads along a row (tiles: along rows); accesses each; of a block */
     int slices, cluster;
     int blocks; /* per multiprocessor, at least */
-    int prefetch, ahead;
+    int prefetch, ahead, depth;
     int workers, keep; /* ring */
     int alone;         /* ring: one cluster does it all */
     int stages;        /* ring: rows of a team; tiles: tiles, in shared memory */
@@ -197,7 +207,11 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
     packs = nji_ceil_div(cols, choice->vec);
     per_slice = (int)nji_ceil_div(packs, slices);
     if (row->max_lanes == 32) {
-        choice->lanes = (int)nji_min_i64(32, nji_power_of_two_above(per_slice));
+        /* Forward, fewer lanes with more packs each: a row's fixed cost is each lane's. */
+        int least = row->forward && choice->vec * (int)nj_dtype_size(desc->dtype) == 16
+                        ? (int)nji_ceil_div(per_slice, row->elements / choice->vec)
+                        : per_slice;
+        choice->lanes = (int)nji_min_i64(32, nji_power_of_two_above(least));
         choice->chunks = (int)nji_ceil_div(per_slice, choice->lanes);
         choice->threads = row->threads;
     } else {
@@ -206,6 +220,7 @@ static void nji_cut_row(const nj_desc *desc, const nji_tuning *row, int64_t cols
         choice->threads = choice->lanes;
     }
     choice->ahead = row->ahead;
+    choice->depth = choice->lanes <= 32 && !choice->cluster ? row->depth : 1;
     resident = (int)nji_min_i64(row->resident, nji_most_resident(arch));
     choice->blocks = resident > choice->threads ? resident / choice->threads : 1;
 }
@@ -220,26 +235,36 @@ static int nji_most_shared(int arch) {
     return arch >= 90 && arch < 120 ? 228 << 10 : 100 << 10;
 }
 
-/* Warps of a ring kernel that fill it: they take turns with the teams. */
+/* Most warps of a ring kernel that fill it: they take turns with the teams. */
 #define NJI_RING_FILLERS 4
+
+/* A forward team of one warp fills its own slots. */
+static int nji_ring_fillers(const nji_choice *choice, int teams) {
+    if (choice->forward && choice->lanes == 32 && choice->slices == 1) return 0;
+    return teams < NJI_RING_FILLERS ? teams : NJI_RING_FILLERS;
+}
+
 /* Most shared memory that a ring kernel declares itself. */
-#define NJI_RING_DECLARED 2560
+static int nji_ring_declared(const nji_choice *choice) {
+    return choice->forward ? 4608 : 2560;
+}
 
 /* Fills in the geometry that a row of the table gives with so many workers (at most) and slices; a
    row of x has the same bits with any of either. Returns 0 where the ring does not fit. */
 static int nji_fit_ring(const nji_ring_tuning *row, int64_t cols, int arch, int workers, int slices,
                         nji_choice *choice) {
-    int room = nji_most_shared(arch) - NJI_SHARED_RESERVED - NJI_RING_DECLARED, teams;
+    int room = nji_most_shared(arch) - NJI_SHARED_RESERVED - nji_ring_declared(choice), teams;
     int64_t warps = nji_ceil_div(cols, (int64_t)row->elements * 32), stage_bytes;
+    choice->slices = slices;
     choice->lanes = 32 * (int)nji_ceil_div(warps, slices);
     teams = workers > choice->lanes ? workers / choice->lanes : 1;
     choice->workers = teams * choice->lanes;
-    choice->threads = choice->workers + 32 * (teams < NJI_RING_FILLERS ? teams : NJI_RING_FILLERS);
-    stage_bytes = (int64_t)2 * row->elements * choice->workers * row->element_bytes; /* x and dy */
+    choice->threads = choice->workers + 32 * nji_ring_fillers(choice, teams);
+    stage_bytes = (int64_t)row->elements * choice->workers * row->element_bytes;
+    if (!choice->forward) stage_bytes *= 2; /* x and dy */
     choice->stages = (int)nji_min_i64(row->stages, room / stage_bytes);
     choice->family = NJI_RING;
     choice->chunks = row->elements / choice->vec;
-    choice->slices = slices;
     choice->cluster = slices > 1;
     choice->blocks = 1;
     choice->keep = row->keep;
@@ -250,11 +275,13 @@ static int nji_fit_ring(const nji_ring_tuning *row, int64_t cols, int arch, int 
 static const nji_ring_tuning *nji_find_ring(const nj_desc *desc, int64_t cols, int arch) {
     int size = (int)nj_dtype_size(desc->dtype);
     size_t i;
-    if (nji_is_forward(desc) || arch < 90 || size * nji_vec_of(desc, cols) != 16) return NULL;
+    if (arch < 90 || size * nji_vec_of(desc, cols) != 16) return NULL;
     for (i = 0; i < sizeof nji_ring_table / sizeof nji_ring_table[0]; i++) {
         const nji_ring_tuning *row = &nji_ring_table[i];
-        if (size == row->element_bytes && cols >= row->min_cols && cols <= row->max_cols)
+        if (row->forward == nji_is_forward(desc) && size == row->element_bytes &&
+            cols >= row->min_cols && cols <= row->max_cols) {
             return row;
+        }
     }
     return NULL;
 }
@@ -376,7 +403,7 @@ static void nji_cut_tiles(const nj_desc *desc, int64_t run, int64_t cols, int ar
 static int nji_block_rows(const nji_choice *choice) {
     if (choice->family == NJI_TILES) return choice->lanes * choice->vec;
     if (choice->family == NJI_RING) return choice->workers / choice->lanes;
-    return choice->threads / choice->lanes;
+    return choice->threads / choice->lanes * choice->depth;
 }
 
 /* Blocks that walk over the rows at a time, in clusters. A cluster lies within a part of the device:
@@ -606,7 +633,7 @@ static const char *nji_device_type(nj_dtype dtype) {
     return name[dtype];
 }
 
-/* For norm_rows.cu, norm_tiles.cu and norm_ring.cu: everything that the descriptor's columns and types fix. */
+/* For norm_rows.cu, norm_tiles.cu and the ring: all that the descriptor's columns and types fix. */
 static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice *choice,
                              nji_options *options) {
     options->count = 0;
@@ -640,6 +667,7 @@ static void nji_fast_options(const nj_desc *desc, int64_t cols, const nji_choice
         nji_add_option(options, "-DNJI_THREADS=%d", choice->threads);
         nji_add_option(options, "-DNJI_SLICES=%d", choice->slices);
         nji_add_option(options, "-DNJI_CLUSTER=%d", choice->cluster);
+        nji_add_option(options, "-DNJI_DEPTH=%d", choice->depth);
         nji_add_option(options, "-DNJI_PREFETCH=%d", choice->prefetch);
         nji_add_option(options, "-DNJI_AHEAD=%d", choice->ahead);
         nji_add_option(options, "-DNJI_LOOSE=%d", choice->loose);

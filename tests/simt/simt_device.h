@@ -150,6 +150,7 @@ template <typename T> SIMT_PLAIN T __shfl_xor_sync(unsigned, T value, int mask) 
 #define __dmul_rn(a, b) ((double)(a) * (double)(b))
 
 #define sqrtf __builtin_sqrtf
+#define fmaf __builtin_fmaf
 #define sqrt __builtin_sqrt
 
 static inline unsigned __float_as_uint(float value) {
@@ -165,6 +166,12 @@ static inline float __uint_as_float(unsigned word) {
 
 SIMT_PLAIN void ptx_mov_b32(float &to, float from) {
     to = from;
+}
+SIMT_PLAIN void ptx_mov_b32(unsigned &to, unsigned from) {
+    to = from;
+}
+SIMT_PLAIN void ptx_rsqrt_approx_f32(float &to, float from) {
+    to = 1 / sqrtf(from);
 }
 SIMT_PLAIN void ptx_mov_b64(double &to, double from) {
     to = from;
