@@ -1,8 +1,9 @@
 // Forward over rows that pass through the ring of norm_ring.cuh: x is read once, y written once.
 //
-// Mapping. Each warp finds the moments of its own columns in two passes over registers; one exchange
-// among the warps that share a row joins them. A warp's columns are the same whatever the number of
-// teams, slices and stages, and so are a row's bits. y may be x: a row is read before it is written.
+// Mapping. Each warp finds the moments of its own columns in two passes over registers; one
+// exchange among the warps that share a row joins them. A warp's columns are the same whatever the
+// number of teams, slices and stages, and so are a row's bits. y may be x: a row is read before it
+// is written.
 //
 // NJI_KEEP: gamma and beta are 0 read anew for each row, 1 kept in registers as they lie in memory,
 // 2 kept widened. 4 more: x is read from the ring once more for y, which takes fewer registers.
@@ -29,8 +30,8 @@ NJI_INLINE nji_real nji_count_of(int sender) {
     return (nji_real)(left < 0 ? 0 : left);
 }
 
-// Two passes: one pass cancels when |mean| >> std. Columns past the last are zeros. Four sums go side
-// by side, since each waits for its last addition.
+// Two passes: one pass cancels when |mean| >> std. Columns past the last are zeros. Four sums go
+// side by side, since each waits for its last addition.
 NJI_INLINE nji_moments nji_warp_moments(const nji_place &place,
                                         const nji_pack_x x[NJI_CHUNKS], nji_real count) {
     nji_moments out = {0, 0, 0};

@@ -10,8 +10,9 @@
 //
 // The build defines, beside the types: NJI_COLS, NJI_VEC, NJI_LANES, NJI_CHUNKS, NJI_THREADS,
 // NJI_SLICES, NJI_CLUSTER (0 or 1), NJI_BLOCKS (per multiprocessor, at least), NJI_P (parameter
-// type), NJI_DEPTH (forward: rows that a thread loads at once), NJI_PREFETCH (0 or 1), NJI_AHEAD (rows that the L2 cache is asked for in advance),
-// NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
+// type), NJI_DEPTH (forward: rows that a thread loads at once), NJI_PREFETCH (0 or 1), NJI_AHEAD
+// (rows that the L2 cache is asked for in advance), NJI_FORWARD (0 or 1), NJI_HAS_GAMMA,
+// NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
 
 #define NJI_ROWS (NJI_THREADS / NJI_LANES) // rows that a block works on side by side
 #define NJI_WARPS ((NJI_LANES + 31) / 32)  // warps that share a row
@@ -247,7 +248,8 @@ NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {
             nji_row &row = rows[r];
             const nji_i64 index = base + r * NJI_ROWS + place.group;
             row.is_row = (NJI_ROWS == 1 && NJI_DEPTH == 1) || index < p.rows;
-            // A group past the last row adds nothing, and keeps off a row that another may overwrite.
+            // A group past the last row adds nothing, and keeps off a row that another may
+            // overwrite.
             nji_zero_row(row.x);
             if (!row.is_row) continue;
             const nji_offsets at = nji_row_offsets(p, p.y, index);
