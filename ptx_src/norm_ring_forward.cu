@@ -73,7 +73,8 @@ __shared__ __align__(16) nji_message nji_exchange[2][NJI_TEAMS][NJI_SENDERS];
 
 // Every warp's moments to all that share the row. Two halves of the exchange take turns: none is
 // written before all have read it, since every warp sends its next moments only after that.
-NJI_INLINE const nji_message *nji_share(const nji_place &place, const nji_moments &mine, int round) {
+NJI_INLINE const nji_message *nji_share(const nji_place &place, const nji_moments &mine,
+                                        int round) {
     nji_message *slots = nji_exchange[round & 1][place.team];
     const int sender = place.slice * NJI_WARPS + place.warp;
 #if NJI_SLICES > 1
@@ -191,7 +192,8 @@ NJI_INLINE void nji_read_x(const nji_slot *slot, const nji_place &place, int chu
 // The differences come first: they are exactly 0 where all columns are equal.
 NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i64 at,
                             const nji_slot *slot, nji_pack_x x[NJI_CHUNKS],
-                            const nji_moments &moments, nji_real rstd, const nji_param &gamma, const nji_param &beta) {
+                            const nji_moments &moments, nji_real rstd,
+                            const nji_param &gamma, const nji_param &beta) {
     NJI_X *to = (NJI_X *)p.y.data + at;
 #pragma unroll
     for (int k = 0; k < NJI_CHUNKS; k++) {
