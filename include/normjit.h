@@ -6470,7 +6470,7 @@ static const char *const nji_program_tiles[] = {
     "}\n",
     "#endif\n",
     NULL};
-#define NJI_PROGRAM_RING_HASH 0xc5c71a1e2c9393c7ull
+#define NJI_PROGRAM_RING_HASH 0xc40f2d8b2370655bull
 static const char *const nji_program_ring[] = {
     "#ifndef NJI_ABI_H\n",
     "#define NJI_ABI_H\n",
@@ -7105,7 +7105,8 @@ static const char *const nji_program_ring[] = {
     "#if NJI_SENDERS > 1\n",
     "typedef nji_real nji_message[4];\n",
     "__shared__ __align__(16) nji_message nji_exchange[2][NJI_TEAMS][NJI_SENDERS];\n",
-    "NJI_INLINE const nji_message *nji_share(const nji_place &place, const nji_moments &mine, int round) {\n",
+    "NJI_INLINE const nji_message *nji_share(const nji_place &place, const nji_moments &mine,\n",
+    "int round) {\n",
     "nji_message *slots = nji_exchange[round & 1][place.team];\n",
     "const int sender = place.slice * NJI_WARPS + place.warp;\n",
     "#if NJI_SLICES > 1\n",
@@ -7207,7 +7208,8 @@ static const char *const nji_program_ring[] = {
     "}\n",
     "NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i64 at,\n",
     "const nji_slot *slot, nji_pack_x x[NJI_CHUNKS],\n",
-    "const nji_moments &moments, nji_real rstd, const nji_param &gamma, const nji_param &beta) {\n",
+    "const nji_moments &moments, nji_real rstd,\n",
+    "const nji_param &gamma, const nji_param &beta) {\n",
     "NJI_X *to = (NJI_X *)p.y.data + at;\n",
     "#pragma unroll\n",
     "for (int k = 0; k < NJI_CHUNKS; k++) {\n",

@@ -155,8 +155,8 @@ NJI_INLINE void nji_write_dx(NJI_X *to, const nji_terms &terms, nji_real rstd, n
 
 // ---- parameter gradients ------------------------------------------------------------------------
 
-// A pack of a gradient goes to this cluster's part of the workspace; of a single cluster's it is all
-// there is, and no other kernel adds it up.
+// A pack of a gradient goes to this cluster's part of the workspace; of a single cluster's it is
+// all there is, and no other kernel adds it up.
 NJI_INLINE void nji_write_sums(const nji_problem &p, int which, int column,
                                const nji_real sum[NJI_VEC]) {
     if (p.parts > 1) {

@@ -1,19 +1,20 @@
-// Rows of unit-stride columns pass through a ring in shared memory (sm_90 and later): while a row is
-// worked on, the next ones are on their way. Each operand is read once. What both directions share;
-// norm_ring_forward.cu and norm_ring.cu define nji_work, what the threads of a team do.
+// Rows of unit-stride columns pass through a ring in shared memory (sm_90 and later): while a row
+// is worked on, the next ones are on their way. Each operand is read once. What both directions
+// share; norm_ring_forward.cu and norm_ring.cu define nji_work, what the threads of a team do.
 //
 // Mapping. A row is cut in NJI_SLICES slices, one for each block of a cluster. Within a block a
 // team of NJI_LANES threads, whole warps, shares a slice; a block holds several teams, each with a
 // row of its own, and warps that do nothing but fill the ring: a worker that did would hold up all
-// who share its row. (Forward, where a team is one warp, there may be none: it fills its own slots.)
-// A thread has NJI_CHUNKS packs of NJI_VEC columns, a warp's packs lie side by
-// side; neither the number of teams nor the cut in slices changes a row's sums. No atomics; the
-// order of every sum is fixed. Offsets are 64-bit.
+// who share its row. (Forward, where a team is one warp, there may be none: it fills its own
+// slots.) A thread has NJI_CHUNKS packs of NJI_VEC columns, a warp's packs lie side by side;
+// neither the number of teams nor the cut in slices changes a row's sums. No atomics; the order of
+// every sum is fixed. Offsets are 64-bit.
 //
 // The build defines, beside the types: NJI_COLS, NJI_VEC, NJI_LANES, NJI_CHUNKS, NJI_WORKERS
 // (threads of all teams), NJI_THREADS (with the filling warps), NJI_SLICES, NJI_STAGES (rows of a
-// team in the ring), NJI_KEEP (what stays in registers; its values are in the kernels' files), NJI_P
-// (parameter type), NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS, NJI_ACCUMULATE.
+// team in the ring), NJI_KEEP (what stays in registers; its values are in the kernels' files),
+// NJI_P (parameter type), NJI_FORWARD (0 or 1), NJI_HAS_GAMMA, NJI_HAS_BETA, NJI_GRADS,
+// NJI_ACCUMULATE.
 
 #define NJI_TEAMS (NJI_WORKERS / NJI_LANES)            // of a block
 #define NJI_FILLERS ((NJI_THREADS - NJI_WORKERS) / 32) // warps that fill the ring

@@ -1,8 +1,9 @@
 // Forward over rows that pass through the ring of norm_ring.cuh: x is read once, y written once.
 //
-// Mapping. Each warp finds the moments of its own columns in two passes over registers; one exchange
-// among the warps that share a row joins them. A warp's columns are the same whatever the number of
-// teams, slices and stages, and so are a row's bits. y may be x: a row is read before it is written.
+// Mapping. Each warp finds the moments of its own columns in two passes over registers; one
+// exchange among the warps that share a row joins them. A warp's columns are the same whatever the
+// number of teams, slices and stages, and so are a row's bits. y may be x: a row is read before it
+// is written.
 //
 // NJI_KEEP: gamma and beta are 0 read anew for each row, 1 kept in registers as they lie in memory,
 // 2 kept widened. 4 more: x is read from the ring once more for y, which takes fewer registers.
@@ -29,8 +30,8 @@ NJI_INLINE nji_real nji_count_of(int sender) {
     return (nji_real)(left < 0 ? 0 : left);
 }
 
-// Two passes: one pass cancels when |mean| >> std. Columns past the last are zeros. Four sums go side
-// by side, since each waits for its last addition.
+// Two passes: one pass cancels when |mean| >> std. Columns past the last are zeros. Four sums go
+// side by side, since each waits for its last addition.
 NJI_INLINE nji_moments nji_warp_moments(const nji_place &place,
                                         const nji_pack_x x[NJI_CHUNKS], nji_real count) {
     nji_moments out = {0, 0, 0};
@@ -72,7 +73,8 @@ __shared__ __align__(16) nji_message nji_exchange[2][NJI_TEAMS][NJI_SENDERS];
 
 // Every warp's moments to all that share the row. Two halves of the exchange take turns: none is
 // written before all have read it, since every warp sends its next moments only after that.
-NJI_INLINE const nji_message *nji_share(const nji_place &place, const nji_moments &mine, int round) {
+NJI_INLINE const nji_message *nji_share(const nji_place &place, const nji_moments &mine,
+                                        int round) {
     nji_message *slots = nji_exchange[round & 1][place.team];
     const int sender = place.slice * NJI_WARPS + place.warp;
 #if NJI_SLICES > 1
@@ -190,7 +192,8 @@ NJI_INLINE void nji_read_x(const nji_slot *slot, const nji_place &place, int chu
 // The differences come first: they are exactly 0 where all columns are equal.
 NJI_INLINE void nji_write_y(const nji_problem &p, const nji_place &place, nji_i64 at,
                             const nji_slot *slot, nji_pack_x x[NJI_CHUNKS],
-                            const nji_moments &moments, nji_real rstd, const nji_param &gamma, const nji_param &beta) {
+                            const nji_moments &moments, nji_real rstd,
+                            const nji_param &gamma, const nji_param &beta) {
     NJI_X *to = (NJI_X *)p.y.data + at;
 #pragma unroll
     for (int k = 0; k < NJI_CHUNKS; k++) {
