@@ -106,14 +106,14 @@ static void compile(nji_jit_request *request, nji_options *options, const char *
 }
 
 /* Bytes of local memory that a thread of the rows kernels may use, spills included: none where it
-   covers the columns exactly. Some registers' worth where a bound must be checked for each access,
-   or where the assembler of sm_120 deals with the same geometry; more in the longest rows of a
-   cluster, and in tiles of doubles. */
+   covers the columns exactly. Some registers' worth where a bound must be checked for each access
+   or a stride added, or where the assembler of sm_120 deals with the same geometry; more in the
+   longest rows of a cluster, and in tiles of doubles. */
 static long most_stack(int arch, const nj_desc *desc, int64_t cols, const nji_choice *choice) {
     int64_t covered = (int64_t)choice->slices * choice->lanes * choice->chunks * choice->vec;
     if (choice->cluster) return choice->family == NJI_RING ? 32 : 160;
     if (choice->family == NJI_TILES && desc->dtype == NJ_F64) return 80;
-    return covered == cols && arch < 120 ? 0 : 32;
+    return covered == cols && arch < 120 && !choice->loose ? 0 : 32;
 }
 
 /* The strided kernels wait for memory, not for a register more. */

@@ -591,7 +591,6 @@ static const simt_case on_sm_90[] = {
     {"a cluster of eight forward, of doubles", SPLIT_BACKWARD, NJ_F64, NJ_F64, NJ_F64, {3, 33000}, 2},
     {"rows too long for a cluster", SPLIT, NJ_F32, NJ_F32, NJ_F32, {3, 132001}, 2},
     {"tiles of a few channels", TILES, NJ_BF16, NJ_F32, NJ_F32, {3, 3, 2, 100}, 2},
-    {"one channel", STRIDED, NJ_F16, NJ_F16, NJ_F16, {2, 1, 264}, 2},
     {"tiles of single pixels", TILES, NJ_BF16, NJ_BF16, NJ_BF16, {3, 7, 33}, 2},
     {"tiles of pairs", TILES, NJ_F16, NJ_F32, NJ_F32, {3, 96, 50}, 2},
     {"tiles of eight lanes", TILES, NJ_F32, NJ_F32, NJ_F32, {2, 40, 50}, 2},
@@ -607,9 +606,14 @@ static const simt_case on_sm_90[] = {
     {"columns in two axes that do not merge", STRIDED, NJ_F32, NJ_F32, NJ_F32, {5, 9, 7, 11}, 10},
     {"rows in two axes that do not merge", STRIDED, NJ_F64, NJ_F32, NJ_F64, {40, 3, 9, 2}, 5},
     {"many columns in two axes", STRIDED, NJ_BF16, NJ_F32, NJ_BF16, {37, 11, 39}, 5},
+<<<<<<< ours
     {"one column", STRIDED, NJ_F32, NJ_F32, NJ_F32, {300, 1}, 2},
     {"a ring of a warp for each row, all columns taken", RING_BACKWARD, NJ_BF16, NJ_BF16, NJ_BF16, {3, 33, 768}, 4},
     {"a ring of teams that have no row", RING_BACKWARD, NJ_F16, NJ_F32, NJ_F16, {2, 520}, 2},
+=======
+    {"a ring of a warp for each row, all columns taken", RING, NJ_BF16, NJ_BF16, NJ_BF16, {3, 33, 768}, 4},
+    {"a ring of teams that have no row", RING, NJ_F16, NJ_F32, NJ_F16, {2, 520}, 2},
+>>>>>>> theirs
     {"a ring of fewer rows than it has room for", RING, NJ_BF16, NJ_BF16, NJ_F32, {13, 1608}, 2},
     {"a ring of a cluster of two", RING, NJ_BF16, NJ_F32, NJ_F32, {41, 2056}, 2},
     {"a ring of a cluster of two, all columns taken", RING, NJ_F16, NJ_F16, NJ_F32, {5, 6144}, 2},
@@ -794,6 +798,8 @@ static void loosen(problem *p) {
 
 static void columns_of_any_stride_are_right(void **state) {
     static const simt_case cases[] = {
+        {"one column", ROWS, NJ_F32, NJ_F32, NJ_F32, {300, 1}, 2},
+        {"one channel", ROWS, NJ_F16, NJ_F16, NJ_F16, {2, 1, 264}, 2},
         {"a lane for each row", ROWS, NJ_BF16, NJ_F32, NJ_F32, {301, 2}, 2},
         {"rows that share a warp", ROWS, NJ_F32, NJ_F32, NJ_F32, {70, 20}, 2},
         {"a warp", ROWS, NJ_BF16, NJ_BF16, NJ_F32, {20, 768}, 2},
