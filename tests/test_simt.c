@@ -606,14 +606,8 @@ static const simt_case on_sm_90[] = {
     {"columns in two axes that do not merge", STRIDED, NJ_F32, NJ_F32, NJ_F32, {5, 9, 7, 11}, 10},
     {"rows in two axes that do not merge", STRIDED, NJ_F64, NJ_F32, NJ_F64, {40, 3, 9, 2}, 5},
     {"many columns in two axes", STRIDED, NJ_BF16, NJ_F32, NJ_BF16, {37, 11, 39}, 5},
-<<<<<<< ours
-    {"one column", STRIDED, NJ_F32, NJ_F32, NJ_F32, {300, 1}, 2},
     {"a ring of a warp for each row, all columns taken", RING_BACKWARD, NJ_BF16, NJ_BF16, NJ_BF16, {3, 33, 768}, 4},
     {"a ring of teams that have no row", RING_BACKWARD, NJ_F16, NJ_F32, NJ_F16, {2, 520}, 2},
-=======
-    {"a ring of a warp for each row, all columns taken", RING, NJ_BF16, NJ_BF16, NJ_BF16, {3, 33, 768}, 4},
-    {"a ring of teams that have no row", RING, NJ_F16, NJ_F32, NJ_F16, {2, 520}, 2},
->>>>>>> theirs
     {"a ring of fewer rows than it has room for", RING, NJ_BF16, NJ_BF16, NJ_F32, {13, 1608}, 2},
     {"a ring of a cluster of two", RING, NJ_BF16, NJ_F32, NJ_F32, {41, 2056}, 2},
     {"a ring of a cluster of two, all columns taken", RING, NJ_F16, NJ_F16, NJ_F32, {5, 6144}, 2},
