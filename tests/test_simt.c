@@ -44,7 +44,8 @@ static int open_sm_75(void **state) {
 enum { BLOCKS = 2, THREADS = 64 };
 
 /* Statements of a kernel nj_probe_forward with 64 threads in each of 2 blocks. x and y hold 64 floats;
-   x may be read and y written. `text` is what the error's text must hold; NULL: no error. */
+   x may be read and y written; p.partial holds 128 that may be both. `text` is what the error's text must
+   hold; NULL: no error. */
 typedef struct probe {
     const char *name, *body, *text;
     int is_cluster;
@@ -263,6 +264,16 @@ static const probe probes[] = {
      "__shared__ __align__(16) float r[64]; __shared__ nji_barrier full; if (threadIdx.x == 0) {"
      "nji_barrier_init(&full, 1); nji_barrier_init_fence(); nji_copy_bulk(r, p.x.data, 256, &full); }",
      "before it waits for earlier kernels", 0, 0},
+    {"the source of a bulk copy may be written after it",
+     RING_SETUP "float *both = (float *)p.partial;"
+                "if (first && t == 0) { nji_copy_bulk(r, both, 256, &full); nji_barrier_expect(&full, 256); }"
+                "if (first) { nji_barrier_wait(&full, 0); both[t] = 0; y[t] = x[t ^ 33]; }",
+     NULL, 0, 0},
+    {"the source of a bulk copy that is written before it is noticed",
+     RING_SETUP "float *both = (float *)p.partial;"
+                "if (first && t == 0) { nji_copy_bulk(r, both, 256, &full); nji_barrier_expect(&full, 256); }"
+                "__syncthreads(); if (first) { both[t] = 0; nji_barrier_wait(&full, 0); }",
+     "counted by the barrier at +", 0, 0},
     {"a block that ends before its bulk copy is noticed",
      RING_SETUP FILL, "has ended, and none of it has waited for a copy", 0, 0},
     {"a barrier that nobody made is noticed",
@@ -342,11 +353,13 @@ static nj_status compile_probe(const probe *row, void **function) {
     return status;
 }
 
-static nji_problem probe_problem(float *x, float *y) {
+static nji_problem probe_problem(float *x, float *y, float *both) {
     nji_problem p;
     memset(&p, 0, sizeof p);
     p.x.data = x;
     p.y.data = y;
+    p.partial = both;
+    p.parts = both != NULL;
     p.extent[0] = p.x.stride[1] = p.y.stride[1] = 1;
     p.extent[1] = p.cols = THREADS;
     p.x.stride[0] = p.y.stride[0] = THREADS;
@@ -373,7 +386,7 @@ static int launch_probe(void *function, unsigned dynamic, nji_problem *p) {
 
 static void the_host_notices(void **state) {
     const probe *row = (const probe *)*state;
-    float values[THREADS], *x, *y;
+    float values[THREADS], *x, *y, *both;
     void *function = NULL;
     nji_problem p;
     nj_status status;
@@ -382,8 +395,9 @@ static void the_host_notices(void **state) {
     for (int i = 0; i < THREADS; i++) values[i] = (float)i;
     x = (float *)gpu_alloc(&bed.gpu, 2 * sizeof values); /* with room behind it */
     y = (float *)gpu_alloc(&bed.gpu, 2 * sizeof values);
-    require_gpu_ok(x && y && gpu_upload(&bed.gpu, x, values, sizeof values));
-    p = probe_problem(x, y);
+    both = (float *)gpu_alloc(&bed.gpu, 2 * sizeof values);
+    require_gpu_ok(x && y && both && gpu_upload(&bed.gpu, x, values, sizeof values));
+    p = probe_problem(x, y, both);
     if (status == NJ_OK) {
         int result = launch_probe(function, row->dynamic, &p);
         if (result) status = nji_driver_fail(&bed.ctx->cuda.driver, result, "the_host_notices", "launch");
@@ -398,12 +412,13 @@ static void the_host_notices(void **state) {
     }
     gpu_free(&bed.gpu, x);
     gpu_free(&bed.gpu, y);
+    gpu_free(&bed.gpu, both);
 }
 
 static void shared_memory_beyond_48_kilobytes_must_be_asked_for(void **state) {
     static const probe empty = {"", "", NULL, 0, 0};
     const int most_dynamic = 8, limit = 227 << 10;
-    nji_problem p = probe_problem(NULL, NULL);
+    nji_problem p = probe_problem(NULL, NULL, NULL);
     void *function;
     (void)state;
     need_backend();

@@ -1,7 +1,8 @@
-/* What goes on without a thread: barriers in shared memory (mbarrier), copies and stores whose bytes such
-   a barrier counts. A barrier's word in shared memory holds its number. What is on its way arrives when no
-   thread of its cluster can go on, in any order, or at once: a wait that is missing then shows by the
-   clocks. A copy acts for its barrier: whoever has seen the end of the phase knows it to be over. */
+/* What goes on without a thread: barriers in shared memory (mbarrier), copies and stores whose
+   bytes such a barrier counts. A barrier's word in shared memory holds its number. What is on its
+   way arrives when no thread of its cluster can go on, in any order, or at once: a wait that is
+   missing then shows by the clocks. A copy acts for its barrier: whoever has seen the end of the
+   phase knows it to be over. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -76,7 +77,8 @@ static uint32_t find_barrier(const simt_block *block, unsigned address) {
     memcpy(&number, simt_shared_of(block) + offset, sizeof number);
     number -= word_mark;
     if (number >= block->barrier_count || block->barriers[number].offset != offset)
-        simt_fault(SIMT_ILLEGAL_ADDRESS, "uses +%u of block %u as a barrier", offset, block->number);
+        simt_fault(SIMT_ILLEGAL_ADDRESS, "uses +%u of block %u as a barrier", offset,
+                   block->number);
     return (uint32_t)number;
 }
 
@@ -89,7 +91,8 @@ static uint32_t find_own(unsigned address) {
     const simt_block *block = aim_at_home(address);
     const uint32_t number = find_barrier(block, address);
     if (!knows(&block->barriers[number], block->barriers[number].since))
-        simt_fault(SIMT_ILLEGAL_ADDRESS, "uses the barrier at +%u, no barrier is between it and its making",
+        simt_fault(SIMT_ILLEGAL_ADDRESS,
+                   "uses the barrier at +%u, no barrier is between it and its making",
                    simt_offset_of(address));
     return number;
 }
@@ -99,8 +102,8 @@ static uint32_t find_for_copy(const simt_block *block, unsigned address) {
     const uint32_t number = find_barrier(block, address);
     const simt_barrier *barrier = &block->barriers[number];
     if (!barrier->fenced || !knows(barrier, barrier->fenced))
-        simt_fault(SIMT_ILLEGAL_ADDRESS, "copies by the barrier at +%u, whose making no fence has told",
-                   barrier->offset);
+        simt_fault(SIMT_ILLEGAL_ADDRESS,
+                   "copies by the barrier at +%u, whose making no fence has told", barrier->offset);
     return number;
 }
 
@@ -132,8 +135,8 @@ static void end_phase(simt_block *block, uint32_t number) {
 static void count_bytes(const simt_block *block, simt_barrier *barrier, int64_t bytes) {
     barrier->bytes += bytes;
     if (barrier->bytes < -MOST || barrier->bytes > MOST)
-        simt_fail(SIMT_LAUNCH_FAILED, "the barrier at +%u of block %u counts %lld bytes", barrier->offset,
-                  block->number, (long long)barrier->bytes);
+        simt_fail(SIMT_LAUNCH_FAILED, "the barrier at +%u of block %u counts %lld bytes",
+                  barrier->offset, block->number, (long long)barrier->bytes);
 }
 
 void simt_barrier_arrive(unsigned address, int bytes) {
@@ -142,7 +145,8 @@ void simt_barrier_arrive(unsigned address, int bytes) {
     simt_barrier *barrier = &f->block->barriers[number];
     if (bytes < 0 || bytes > MOST) simt_fault(SIMT_LAUNCH_FAILED, "expects %d bytes", bytes);
     if (barrier->pending == 0)
-        simt_fault(SIMT_LAUNCH_FAILED, "arrives at the barrier at +%u, whose phase lacks %lld bytes only",
+        simt_fault(SIMT_LAUNCH_FAILED,
+                   "arrives at the barrier at +%u, whose phase lacks %lld bytes only",
                    barrier->offset, (long long)barrier->bytes);
     simt_leave(&barrier->arriving, &f->actor);
     count_bytes(f->block, barrier, bytes);
@@ -156,7 +160,8 @@ void simt_barrier_wait(unsigned address, unsigned parity) {
     const uint32_t number = find_own(address);
     simt_barrier *barrier = &f->block->barriers[number];
     const uint32_t phase = barrier->phase;
-    if ((phase & 1) != (parity & 1)) {
+    if (parity > 1) simt_fault(SIMT_LAUNCH_FAILED, "waits for a phase of parity %u", parity);
+    if ((phase & 1) != parity) {
         simt_learn(&f->actor, barrier->passed);
         return;
     }
@@ -165,7 +170,8 @@ void simt_barrier_wait(unsigned address, unsigned parity) {
     barrier->waiting = f;
     simt_wait(SIMT_AT_PHASE);
     if (barrier->phase - phase > 1)
-        simt_fault(SIMT_LAUNCH_FAILED, "waits for a phase of the barrier at +%u, and the next ends, too",
+        simt_fault(SIMT_LAUNCH_FAILED,
+                   "waits for a phase of the barrier at +%u, and the next ends, too",
                    barrier->offset);
 }
 
@@ -186,8 +192,8 @@ static void arrive(simt_delivery *d) {
     memcpy(simt_shared_of(block) + d->offset, d->from ? d->from : d->value, d->bytes);
     barrier->arrived = ++simt_now.time;
     barrier->under_way--;
-    simt_space_date(&block->space, block->space.begin + d->offset, d->bytes, mark_of(block, d->barrier),
-                    barrier->arrived);
+    simt_space_date(&block->space, block->space.begin + d->offset, d->bytes,
+                    mark_of(block, d->barrier), barrier->arrived);
     if (!d->from) {
         simt_clock_set(&barrier->arriving.clock,
                        simt_clock_join(barrier->arriving.clock, d->sender.clock));
@@ -229,8 +235,8 @@ static void start(simt_delivery *d, unsigned to, unsigned barrier) {
     copy.now = ++simt_now.time;
     at = d->block->space.begin + d->offset;
     if (d->from) simt_judge_device(d->from, d->bytes, SIMT_READ, &copy);
-    simt_judge(&d->block->space, d->block == f->block ? "shared" : "its cluster's shared", at, d->bytes,
-               SIMT_WRITE, &copy);
+    simt_judge(&d->block->space, d->block == f->block ? "shared" : "its cluster's shared", at,
+               d->bytes, SIMT_WRITE, &copy);
     simt_space_date(&d->block->space, at, d->bytes, copy.mark, SIMT_UNDER_WAY);
     d->block->barriers[d->barrier].under_way++;
     if (chance() % 4 == 0) {
@@ -277,7 +283,8 @@ void simt_end_block(simt_block *block) {
         }
         if (barrier->under_way || (barrier->arrived && k == simt_now.block_threads)) {
             simt_fail(SIMT_LAUNCH_FAILED,
-                      "block %u has ended, and none of it has waited for a copy that the barrier at +%u counts",
+                      "block %u has ended, and none of it has waited for a copy that the barrier "
+                      "at +%u counts",
                       block->number, barrier->offset);
             return;
         }

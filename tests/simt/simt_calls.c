@@ -48,14 +48,17 @@ static int is_of_barrier(uint32_t mark) {
 
 /* Who was there before. */
 static const char *name_of(uint32_t mark) {
-    static char name[64];
+    static char name[96];
     const uint32_t block = mark / simt_now.block_marks, in_block = mark % simt_now.block_marks;
-    const uint32_t first = simt_now.block_marks - SIMT_BARRIERS;
     const simt_cluster *cluster = simt_now.current->block->cluster;
-    if (is_of_barrier(mark))
+    const simt_barrier *barrier = cluster->blocks[block % simt_now.cluster_blocks].barriers;
+    if (is_of_barrier(mark)) {
+        barrier += in_block - (simt_now.block_marks - SIMT_BARRIERS);
         snprintf(name, sizeof name, "a copy to block %u, counted by the barrier at +%u,", block,
-                 cluster->blocks[block % simt_now.cluster_blocks].barriers[in_block - first].offset);
-    else snprintf(name, sizeof name, "thread %u of block %u", in_block, block);
+                 barrier->offset);
+    } else {
+        snprintf(name, sizeof name, "thread %u of block %u", in_block, block);
+    }
     return name;
 }
 
@@ -70,17 +73,17 @@ void simt_judge(simt_space *space, const char *memory, const void *address, size
         simt_fault(SIMT_ILLEGAL_ADDRESS, "%s %zu bytes of %s memory at +%zu: no operand that it may %s",
                    verb, bytes, memory, at, how & SIMT_WRITE ? "write" : "read");
     case SIMT_AFTER_COPY:
-        simt_fault(SIMT_ILLEGAL_ADDRESS,
-                   "%s %zu bytes of %s memory at +%zu: %s%s is under way", verb, bytes, memory,
-                   at, is_of_barrier(reason.mark) ? "" : "a copy of ", name_of(reason.mark));
+        simt_fault(SIMT_ILLEGAL_ADDRESS, "%s %zu bytes of %s memory at +%zu: %s%s is under way",
+                   verb, bytes, memory, at, is_of_barrier(reason.mark) ? "" : "a copy of ",
+                   name_of(reason.mark));
     case SIMT_ON_BARRIER:
-        simt_fault(SIMT_ILLEGAL_ADDRESS, "%s %zu bytes of %s memory at +%zu: a barrier lies there", verb,
-                   bytes, memory, at);
+        simt_fault(SIMT_ILLEGAL_ADDRESS, "%s %zu bytes of %s memory at +%zu: a barrier lies there",
+                   verb, bytes, memory, at);
     case SIMT_AFTER_WRITE:
     case SIMT_AFTER_READ:
         simt_fault(SIMT_ILLEGAL_ADDRESS,
-                   "%s %zu bytes of %s memory at +%zu: %s %s, no barrier is between", verb,
-                   bytes, memory, at, name_of(reason.mark),
+                   "%s %zu bytes of %s memory at +%zu: %s %s, no barrier is between", verb, bytes,
+                   memory, at, name_of(reason.mark),
                    reason.verdict == SIMT_AFTER_WRITE ? "wrote it" : "read it (and maybe others)");
     }
 }
@@ -181,8 +184,8 @@ simt_block *simt_aim(unsigned address, size_t bytes) {
     const unsigned rank = address >> SIMT_RANK_SHIFT;
     simt_block *there = &here->cluster->blocks[rank % SIMT_CLUSTER];
     if (rank >= simt_now.cluster_blocks || simt_offset_of(address) + bytes > there->space.bytes) {
-        simt_fault(SIMT_ILLEGAL_ADDRESS, "aims at +%u of block %u of its cluster", simt_offset_of(address),
-                   rank);
+        simt_fault(SIMT_ILLEGAL_ADDRESS, "aims at +%u of block %u of its cluster",
+                   simt_offset_of(address), rank);
     }
     if (there != here && simt_now.current->cluster_waits == 0) {
         simt_fault(SIMT_LAUNCH_FAILED, "aims at block %u of its cluster, which may not have begun",
@@ -198,8 +201,8 @@ simt_block *simt_aim(unsigned address, size_t bytes) {
 
 static void on_store_cluster(unsigned address, const void *value, size_t bytes) {
     simt_block *there = simt_aim(address, bytes);
-    simt_judge(&there->space, "its cluster's shared", there->space.begin + simt_offset_of(address), bytes,
-               SIMT_WRITE, &simt_now.current->actor);
+    simt_judge(&there->space, "its cluster's shared", there->space.begin + simt_offset_of(address),
+               bytes, SIMT_WRITE, &simt_now.current->actor);
     memcpy(simt_shared_of(there) + simt_offset_of(address), value, bytes);
 }
 
@@ -266,22 +269,10 @@ static void on_prefetch(unsigned long long address, long long bytes) {
         simt_fault(SIMT_ILLEGAL_ADDRESS, "prefetches %lld bytes at %p", bytes, from);
 }
 
-const simt_host simt_calls = {on_access,
-                              on_barrier,
-                              on_warp_barrier,
-                              on_cluster_arrive,
-                              on_cluster_wait,
-                              on_exchange,
-                              on_shared_address,
-                              on_store_cluster,
-                              on_copy,
-                              on_commit_copies,
-                              on_wait_for_copies,
-                              simt_barrier_init,
-                              simt_barrier_fence,
-                              simt_barrier_arrive,
-                              simt_barrier_wait,
-                              simt_copy_bulk,
-                              simt_send,
-                              on_wait_for_earlier_kernels,
+const simt_host simt_calls = {on_access,          on_barrier,          on_warp_barrier,
+                              on_cluster_arrive,  on_cluster_wait,     on_exchange,
+                              on_shared_address,  on_store_cluster,    on_copy,
+                              on_commit_copies,   on_wait_for_copies,  simt_barrier_init,
+                              simt_barrier_fence, simt_barrier_arrive, simt_barrier_wait,
+                              simt_copy_bulk,     simt_send,           on_wait_for_earlier_kernels,
                               on_prefetch};

@@ -37,10 +37,6 @@ void simt_clock_set(simt_clock **at, simt_clock *held) {
     *at = held;
 }
 
-int simt_clock_knows(const simt_clock *clock, uint32_t thread, uint32_t time) {
-    return clock && thread - clock->first < clock->count && time < clock->time[thread - clock->first];
-}
-
 static void add(simt_clock *to, const simt_clock *from) {
     uint32_t *at = to->time + (from->first - to->first), i;
     for (i = 0; i < from->count; i++) {

@@ -297,24 +297,26 @@ SIMT_PLAIN void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(unsigned at, int b
     simt_this.host->barrier_arrive(at, bytes);
 }
 // It may wait as long as it likes: here, until the phase has ended.
-SIMT_PLAIN void ptx_mbarrier_try_wait_parity_shared__cta_b64(bool &done, unsigned at, unsigned parity) {
+SIMT_PLAIN void ptx_mbarrier_try_wait_parity_shared__cta_b64(bool &done, unsigned at,
+                                                             unsigned parity) {
     simt_this.host->barrier_wait(at, parity);
     done = true;
 }
 
-SIMT_PLAIN void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(
-    unsigned to, simt_global from, int bytes, unsigned barrier) {
+SIMT_PLAIN void
+ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(unsigned to, simt_global from,
+                                                                      int bytes, unsigned barrier) {
     simt_this.host->copy_bulk(to, from.at, bytes, barrier);
 }
-SIMT_PLAIN void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_f32(unsigned to, float a,
-                                                                                      float b,
-                                                                                      unsigned barrier) {
+SIMT_PLAIN void
+ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_f32(unsigned to, float a, float b,
+                                                                      unsigned barrier) {
     const float value[2] = {a, b};
     simt_this.host->send(to, value, sizeof value, barrier);
 }
-SIMT_PLAIN void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_f64(unsigned to, double a,
-                                                                                      double b,
-                                                                                      unsigned barrier) {
+SIMT_PLAIN void
+ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v2_f64(unsigned to, double a,
+                                                                      double b, unsigned barrier) {
     const double value[2] = {a, b};
     simt_this.host->send(to, value, sizeof value, barrier);
 }

@@ -1,6 +1,6 @@
-/* Rooms of the SIMT host's driver: simt_cuda.c is the interface, simt_run.c runs a kernel, simt_calls.c
-   does what its threads ask for, simt_async.c what goes on without them, simt_memory.c judges accesses by
-   the clocks of simt_clock.c. One launch at a time. */
+/* Rooms of the SIMT host's driver: simt_cuda.c is the interface, simt_run.c runs a kernel,
+   simt_calls.c does what its threads ask for, simt_async.c what goes on without them, simt_memory.c
+   judges accesses by the clocks of simt_clock.c. One launch at a time. */
 #ifndef SIMT_ENGINE_H
 #define SIMT_ENGINE_H
 
@@ -47,7 +47,10 @@ void simt_clock_set(simt_clock **at, simt_clock *held);
 simt_clock *simt_clock_join(simt_clock *a, simt_clock *b);
 /* From now on `*at` knows what the thread did before that time. */
 void simt_clock_put(simt_clock **at, uint32_t thread, uint32_t time);
-int simt_clock_knows(const simt_clock *clock, uint32_t thread, uint32_t time);
+static inline int simt_clock_knows(const simt_clock *clock, uint32_t thread, uint32_t time) {
+    return clock && thread - clock->first < clock->count &&
+           time < clock->time[thread - clock->first];
+}
 
 /* Where threads leave what they know for others. */
 typedef struct simt_signal {
@@ -58,8 +61,8 @@ typedef struct simt_signal {
 void simt_signal_clear(simt_signal *signal);
 /* ---- simt_memory.c -------------------------------------------------------------------------- */
 
-/* A thread as far as the order of accesses goes. A copy acts for the barrier that counts it, and knows
-   what the thread does that starts it. */
+/* A thread as far as the order of accesses goes. A copy acts for the barrier that counts it, and
+   knows what the thread does that starts it. */
 typedef struct simt_actor {
     uint32_t thread;
     uint32_t mark;     /* who is noted to have been there: the thread, or the barrier's number */
@@ -88,7 +91,10 @@ enum { SIMT_READ = 0, SIMT_WRITE = 1, SIMT_STRONG = 2 /* of a flag: needs no ord
 /* Device memory, aligned to 256 bytes; NULL: there is none left. */
 void *simt_memory_alloc(size_t bytes);
 int simt_memory_free(void *begin);
-int simt_space_holds(const simt_space *space, const void *address, size_t bytes);
+static inline int simt_space_holds(const simt_space *space, const void *address, size_t bytes) {
+    const uintptr_t at = (uintptr_t)address, begin = (uintptr_t)space->begin;
+    return at >= begin && at - begin <= space->bytes && space->bytes - (at - begin) >= bytes;
+}
 /* The device memory that holds all those bytes; NULL: none does. */
 simt_space *simt_memory_find(const void *address, size_t bytes);
 
@@ -185,14 +191,15 @@ typedef struct simt_fiber {
 /* A barrier in shared memory (mbarrier). */
 typedef struct simt_barrier {
     uint32_t offset; /* in the block's shared memory */
-    uint32_t by, since, fenced; /* the thread that made it, when, and when it made that known; 0: not */
+    uint32_t by, since,
+        fenced; /* the thread that made it, when, and when it made that known; 0: not */
     uint32_t arrivals, pending; /* of a phase, and those that it lacks */
-    int64_t bytes;              /* that the phase waits for; below 0 when they come before they are expected */
-    uint32_t phase;             /* that runs; counts */
-    uint32_t under_way;         /* copies */
-    uint32_t arrived;           /* when the latest copy was complete; 0: none was */
+    int64_t bytes;  /* that the phase waits for; below 0 when they come before they are expected */
+    uint32_t phase; /* that runs; counts */
+    uint32_t under_way; /* copies */
+    uint32_t arrived;   /* when the latest copy was complete; 0: none was */
     simt_signal arriving;
-    simt_clock *passed;   /* the phase before */
+    simt_clock *passed; /* the phase before */
     simt_fiber *waiting;
 } simt_barrier;
 
@@ -272,7 +279,8 @@ void simt_learn(simt_actor *to, simt_clock *from);
 void simt_judge(simt_space *space, const char *memory, const void *address, size_t bytes, int how,
                 const simt_actor *actor);
 void simt_judge_device(const void *address, size_t bytes, int how, const simt_actor *actor);
-/* The block at whose shared memory the thread aims: rank and offset. Faults unless it may go there. */
+/* The block at whose shared memory the thread aims: rank and offset. Faults unless it
+   may go there. */
 simt_block *simt_aim(unsigned address, size_t bytes);
 unsigned simt_offset_of(unsigned address);
 

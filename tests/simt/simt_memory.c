@@ -10,8 +10,8 @@ enum { MAY_READ = 1, MAY_WRITE = 2, CELL = 2 /* bytes: no element is smaller */ 
 
 #define MOST_BYTES ((size_t)256 << 20)
 
-/* The latest write and the reads since, with the mark of who did it. Times below a space's start mean
-   never. */
+/* The latest write and the reads since, with the mark of who did it. Times below a space's start
+   mean never. */
 struct simt_cell {
     uint32_t writer, written; /* mark and its time */
     uint32_t reader, read;
@@ -19,7 +19,7 @@ struct simt_cell {
     uint32_t is_strong : 1;
 };
 
-static simt_space *spaces;
+static simt_space *spaces, *found; /* found: the latest that was */
 static size_t used;
 
 /* When the launch that runs began. */
@@ -55,6 +55,7 @@ int simt_memory_free(void *begin) {
     if (!*at) return 0;
     gone = *at;
     *at = gone->next;
+    if (found == gone) found = NULL;
     used -= gone->bytes;
     free(gone->begin);
     free(gone->may);
@@ -63,14 +64,11 @@ int simt_memory_free(void *begin) {
     return 1;
 }
 
-int simt_space_holds(const simt_space *space, const void *address, size_t bytes) {
-    const uintptr_t at = (uintptr_t)address, begin = (uintptr_t)space->begin;
-    return at >= begin && at - begin <= space->bytes && space->bytes - (at - begin) >= bytes;
-}
-
 simt_space *simt_memory_find(const void *address, size_t bytes) {
     simt_space *space = spaces;
+    if (found && simt_space_holds(found, address, bytes)) return found;
     while (space && !simt_space_holds(space, address, bytes)) space = space->next;
+    if (space) found = space;
     return space;
 }
 

@@ -265,7 +265,7 @@ static int run(char *const *list, const char *log) {
 /* No runtime is linked: simt_device.h defines what the instrumentation calls. Types are punned as
    NVRTC allows it. */
 static const char flags[] =
-    "-std=c++14 -O1 -w -fPIC -shared -nostdlib -fno-exceptions -fno-rtti -fno-strict-aliasing "
+    "-std=c++14 -Og -w -fPIC -shared -nostdlib -fno-exceptions -fno-rtti -fno-strict-aliasing "
     "-fno-math-errno -fno-stack-protector -U_FORTIFY_SOURCE -fvisibility=hidden -fsanitize=thread "
     "-Wl,-Bsymbolic -include " NJ_SIMT_FOLDER "/simt_device.h";
 

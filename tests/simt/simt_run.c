@@ -151,7 +151,8 @@ void simt_fault(int result, const char *format, ...) {
     va_start(list, format);
     vsnprintf(what, sizeof what, format, list);
     va_end(list);
-    simt_fail(result, "thread %u of block (%u, %u) %s", f->number, f->place.block.x, f->place.block.y, what);
+    simt_fail(result, "thread %u of block (%u, %u) %s", f->number, f->place.block.x,
+              f->place.block.y, what);
     for (;;) simt_wait(SIMT_READY); /* it is not resumed */
 }
 
@@ -249,8 +250,9 @@ static int open_barrier(const simt_block *block, const simt_fiber *first) {
     if (count < first->expected) return 0;
     for (i = 0; i < count; i++) {
         if (count != group[i]->expected) {
-            simt_fail(SIMT_LAUNCH_FAILED, "%u threads of block %u are at barrier %d, one expects %u", count,
-                 block->number, first->barrier, group[i]->expected);
+            simt_fail(SIMT_LAUNCH_FAILED,
+                      "%u threads of block %u are at barrier %d, one expects %u", count,
+                      block->number, first->barrier, group[i]->expected);
             return 0;
         }
         group[i]->value = (unsigned long long)all;
@@ -297,8 +299,10 @@ static uint32_t cluster_threads(void) {
 /* What the phase lacks that a thread waits for. */
 static void describe_phase(const simt_fiber *f, char *text, size_t size) {
     const simt_barrier *barrier = &f->block->barriers[f->barrier];
-    snprintf(text, size, ": thread %u of block %u at the barrier at +%u, which lacks %u arrivals and %lld bytes",
-             f->number, f->block->number, barrier->offset, barrier->pending, (long long)barrier->bytes);
+    snprintf(
+        text, size,
+        ": thread %u of block %u at the barrier at +%u, which lacks %u arrivals and %lld bytes",
+        f->number, f->block->number, barrier->offset, barrier->pending, (long long)barrier->bytes);
 }
 
 /* All threads are stuck, or some ended while others wait for them. */
@@ -307,15 +311,17 @@ static void report_deadlock(const simt_cluster *cluster) {
     char wanted[200] = "";
     for (i = 0; i < cluster_threads(); i++) {
         const simt_fiber *f = cluster->fibers[i];
-        if (f->state == SIMT_AT_PHASE && count[SIMT_AT_PHASE] == 0) describe_phase(f, wanted, sizeof wanted);
+        if (f->state == SIMT_AT_PHASE && count[SIMT_AT_PHASE] == 0)
+            describe_phase(f, wanted, sizeof wanted);
         count[f->state]++;
     }
-    simt_fail(SIMT_LAUNCH_FAILED,
-         "block or cluster %u hangs: %u threads wait at a barrier, %u at one of the cluster, %u to "
-         "exchange within their warp, %u for their warp, %u have ended, %u wait for a phase%s",
-         cluster->number, count[SIMT_AT_BARRIER], count[SIMT_AT_CLUSTER_BARRIER],
-         count[SIMT_AT_EXCHANGE], count[SIMT_AT_WARP_BARRIER], count[SIMT_DONE], count[SIMT_AT_PHASE],
-         wanted);
+    simt_fail(
+        SIMT_LAUNCH_FAILED,
+        "block or cluster %u hangs: %u threads wait at a barrier, %u at one of the cluster, %u to "
+        "exchange within their warp, %u for their warp, %u have ended, %u wait for a phase%s",
+        cluster->number, count[SIMT_AT_BARRIER], count[SIMT_AT_CLUSTER_BARRIER],
+        count[SIMT_AT_EXCHANGE], count[SIMT_AT_WARP_BARRIER], count[SIMT_DONE],
+        count[SIMT_AT_PHASE], wanted);
 }
 
 /* Runs a cluster until its threads wait for other clusters, or have ended. */
@@ -412,7 +418,8 @@ int simt_run(const simt_launch *launch, const nji_problem *problem, char *fault,
     run.fault_size = fault_size;
     run.running = 0;
     if (simt_now.cluster_blocks > SIMT_CLUSTER || launch->blocks.x % simt_now.cluster_blocks != 0) {
-        simt_fail(SIMT_INVALID_VALUE, "%u blocks in clusters of %u", launch->blocks.x, simt_now.cluster_blocks);
+        simt_fail(SIMT_INVALID_VALUE, "%u blocks in clusters of %u", launch->blocks.x,
+                  simt_now.cluster_blocks);
         return simt_now.result;
     }
     launch->object->host = &simt_calls;
