@@ -210,7 +210,7 @@ static int desc_served_by(const nji_tuning *row, nj_dtype dtype, int arch, nj_de
     int64_t cols = nji_min_i64(kept, row->max_cols) - (row->max_access < 16); /* odd: narrow */
     *desc = desc_of(op, dtype, NJ_DTYPE_UNSET, cols, 0);
     if (is_served_by(row, desc, arch)) return 1;
-    *desc = desc_of(op, dtype, NJ_DTYPE_UNSET, 1 << 20, 0);
+    *desc = desc_of(op, dtype, NJ_DTYPE_UNSET, (1 << 20) - (row->max_access < 16), 0);
     return is_served_by(row, desc, arch);
 }
 
