@@ -239,6 +239,7 @@ static void start(simt_delivery *d, unsigned to, unsigned barrier) {
                d->bytes, SIMT_WRITE, &copy);
     simt_space_date(&d->block->space, at, d->bytes, copy.mark, SIMT_UNDER_WAY);
     d->block->barriers[d->barrier].under_way++;
+    simt_clock_hold(d->sender.clock); /* no fault can lose it any more */
     if (chance() % 4 == 0) {
         arrive(d);
         return;
@@ -269,7 +270,6 @@ void simt_send(unsigned to, const void *value, size_t bytes, unsigned barrier) {
     d.bytes = (uint32_t)bytes;
     sender->now = ++simt_now.time;
     d.sender = *sender;
-    simt_clock_hold(d.sender.clock);
     start(&d, to, barrier);
 }
 
