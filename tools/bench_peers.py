@@ -158,7 +158,8 @@ class NjCtxDesc(ctypes.Structure):
 class NjSku(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in
                 ("op", "dtype", "param_dtype", "stat_dtype", "layout", "backend", "source", "arch",
-                 "arch_specific", "math", "grads", "accumulate", "threads", "vector_bytes")] + [
+                 "arch_specific", "math", "grads", "accumulate", "threads", "vector_bytes",
+                 "candidate")] + [
                      ("kernel", ctypes.c_char * 48)]
 
 
