@@ -176,7 +176,8 @@ typedef struct nj_desc {
     uint32_t accumulate;  /* backward: those of grads that are added to, not overwritten */
 } nj_desc;
 
-/* How the geometry of a kernel is found: how many rows a block works on, how much it reads ahead. */
+/* How the geometry of a kernel is found: how many rows a block works on, how much it reads ahead.
+   */
 typedef enum nj_tune {
     NJ_TUNE_TABLE = 0, /* in the library's table */
     NJ_TUNE_MEASURE    /* the few best of the table are timed: see nj_tune_scratch_size */
@@ -239,7 +240,7 @@ typedef struct nj_sku {
     int32_t grads, accumulate;
     int32_t threads;      /* per block; 0 on the host */
     int32_t vector_bytes; /* width of one memory access of x */
-    int32_t candidate;    /* 0: the tuning table's geometry; else the other that was measured faster */
+    int32_t candidate;    /* 0: the tuning table's geometry; else another, measured to be faster */
     char kernel[48];
 } nj_sku;
 
@@ -1551,14 +1552,14 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
     return *run > 1;
 }
 
-/* Tiles: most bytes of neighbouring rows that a warp reads of a column, elements that a thread has of
-   a tile, threads of a multiprocessor. Measured: ptx_src/DIARY.md. */
+/* Tiles: most bytes of neighbouring rows that a warp reads of a column, elements that a thread has
+   of a tile, threads of a multiprocessor. By counting registers and bytes under way; not measured. */
 #define NJI_TILE_RUN_BYTES 128
 #define NJI_TILE_THREAD_ELEMENTS 128
 #define NJI_TILE_RESIDENT 512
 
-/* Registers that a thread of the tiles kernels needs: parameters and their gradients for each column,
-   statistics and sums for each row, the rest. */
+/* Registers that a thread of the tiles kernels needs: parameters and their gradients for each
+   column, statistics and sums for each row, the rest. */
 static int nji_tile_registers(const nj_desc *desc, const nji_choice *choice) {
     int words = nji_accumulator_bytes(desc) / 4;
     int rest = words == 1 ? 0 : 16; /* pairs of registers leave gaps */
@@ -1575,8 +1576,8 @@ static int nji_tile_static_bytes(const nj_desc *desc, const nji_choice *choice) 
     return warps * tile * (slots * head + 4 * nji_accumulator_bytes(desc));
 }
 
-/* Fills in what follows from lanes, threads and stages. Returns how many tiles a multiprocessor then
-   has in shared memory; 0: the kernel would not fit. */
+/* Fills in what follows from lanes, threads and stages. Returns how many tiles a multiprocessor
+   then has in shared memory; 0: the kernel would not fit. */
 static int nji_fit_tiles(const nj_desc *desc, int64_t cols, int arch, nji_choice *choice) {
     int col_lanes = choice->threads / choice->lanes;
     int slots = choice->stages > 0 ? choice->stages : 1;
@@ -1629,9 +1630,9 @@ static int nji_block_rows(const nji_choice *choice) {
     return choice->threads / choice->lanes * choice->depth;
 }
 
-/* Blocks that walk over the rows at a time, in clusters. A cluster lies within a part of the device:
-   where these are no multiples of its size, some multiprocessors stay idle (30 clusters of 4 on 132
-   of them, 15 of 8). A cluster too many would run alone at the end. */
+/* Blocks that walk over the rows at a time, in clusters. A cluster lies within a part of the
+   device: where these are no multiples of its size, some multiprocessors stay idle (30 clusters of
+   4 on 132 of them, 15 of 8). A cluster too many would run alone at the end. */
 static int nji_resident_clusters(const nji_choice *choice, const nji_device_facts *facts) {
     int blocks = facts->multiprocessors * choice->blocks;
     if (choice->alone) return 1;
@@ -1782,8 +1783,8 @@ static nj_status nji_choose_loose(const nj_desc *desc, int64_t rows, int64_t col
     return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
 }
 
-/* Makes the nth variation of a choice that leaves the bits of rows alone. Returns 0 where it is none
-   or does not fit, -1 past the last. */
+/* Makes the nth variation of a choice that leaves the bits of rows alone. Returns 0 where it is
+   none or does not fit, -1 past the last. */
 static int nji_vary_rows(const nji_device_facts *facts, int nth, nji_choice *choice) {
     switch (nth) {
     case 0: choice->blocks *= 2; break;
@@ -23726,8 +23727,8 @@ static void nji_cuda_sku(const nji_cuda *cuda, const nji_cuda_plan *plan,
 }
 
 /* ==== tune.h ==================================================================================== */
-/* Measured selection: the candidates of a descriptor run on operands made up in the caller's scratch
-   memory, and the fastest is remembered. */
+/* Measured selection: the candidates of a descriptor run on operands made up in the caller's
+   scratch memory, and the fastest is remembered. */
 
 #define NJI_TUNE_CANDIDATES 4
 #define NJI_TUNE_ROUNDS 5    /* in each all candidates take their turn: a drifting clock hits all */

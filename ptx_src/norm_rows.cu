@@ -290,7 +290,8 @@ NJI_KERNEL nj_rows_forward(NJI_PARAMETER p) {
             nji_row &row = rows[r];
             const nji_i64 index = base + r * NJI_ROWS + place.group;
             row.is_row = (NJI_ROWS == 1 && NJI_DEPTH == 1) || index < p.rows;
-            // A group past the last row adds nothing, and keeps off a row that another may overwrite.
+            // A group past the last row adds nothing, and keeps off a row that another may
+            // overwrite.
             nji_zero_row(row.x);
             row.out = 0;
             if (!row.is_row) continue;

@@ -182,7 +182,7 @@ class Binding(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.folder = tempfile.TemporaryDirectory()
-        cls.library = bench_peers.Normjit("cpu", cls.folder.name)
+        cls.binding = bench_peers.Normjit("cpu", cls.folder.name)
 
     @classmethod
     def tearDownClass(cls):
@@ -213,13 +213,13 @@ class Binding(unittest.TestCase):
         dbeta, args_dbeta = self.tensor([math.nan] * cols, cols)
         args = bench_peers.NjArgs(x=args_x, dy=args_dy, gamma=args_gamma, mean=args_mean,
                                   rstd=args_rstd, dx=args_dx, dgamma=args_dgamma, dbeta=args_dbeta)
-        plan = self.library.select(problem)
-        size = self.library.lib.nj_plan_workspace_size(plan)
+        plan = self.binding.select(problem)
+        size = self.binding.lib.nj_plan_workspace_size(plan)
         buffer = ctypes.create_string_buffer(size + 16)
         workspace = ctypes.addressof(buffer) + -ctypes.addressof(buffer) % 16
-        self.library.run(plan, args, workspace, size, None)
-        self.assertIn("backward", self.library.sku(plan, args).kernel.decode())
-        self.library.release()
+        self.binding.run(plan, args, workspace, size, None)
+        self.assertIn("backward", self.binding.sku(plan, args).kernel.decode())
+        self.binding.release()
         bound = 12 * 8 * 2**-24 # a dozen roundings of numbers below 8
         sums = [[0.0] * cols, [0.0] * cols]
         for r in range(rows):
@@ -239,7 +239,7 @@ class Binding(unittest.TestCase):
     def test_an_error_of_the_library_is_raised_with_its_text(self):
         problem = bench_peers.Problem("layer_norm_bwd", "f32", "packed", 2, 3, -1, 1)
         with self.assertRaisesRegex(RuntimeError, r"nj_plan_select: desc.shape\[0\] = -1"):
-            self.library.select(problem)
+            self.binding.select(problem)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@
 #define NORMJIT_IMPLEMENTATION
 #include "normjit.h"
 
+#include "random.h"
 #include "tuning.h"
 
 #define COUNT_OF(array) (sizeof(array) / sizeof(array)[0])
@@ -17,20 +18,6 @@
 static const int archs[] = {75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121};
 
 /* ---- random descriptors --------------------------------------------------------------------- */
-
-static uint64_t random_state;
-
-static uint64_t random_bits(void) {
-    uint64_t z = random_state += 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
-
-/* low..high, both included. */
-static int64_t random_in(int64_t low, int64_t high) {
-    return low + (int64_t)(random_bits() % (uint64_t)(high - low + 1));
-}
 
 /* 0 to 2^bits, as many of each magnitude, round numbers and odd ones. */
 static int64_t random_size(int bits) {

@@ -18,8 +18,8 @@
 #include "normjit.h"
 
 #include "../examples/gpu.h"
+#include "scratch.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <math.h>
 #include <time.h>
@@ -872,26 +872,6 @@ static const column select_columns[] = {PROBLEM_COLUMNS,
                                         {"memory us", "memory_us", 11},
                                         END_OF_COLUMNS};
 
-/* A folder of our own under TMPDIR or /tmp. */
-static void scratch_open(char *path, size_t size) {
-    const char *root = getenv("TMPDIR");
-    snprintf(path, size, "%s/normjit-bench-XXXXXX", root && root[0] ? root : "/tmp");
-    if (!mkdtemp(path)) die(path, strerror(errno));
-}
-
-static void scratch_close(const char *path) {
-    DIR *folder = opendir(path);
-    struct dirent *entry;
-    while (folder && (entry = readdir(folder)) != NULL) {
-        char name[4096];
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
-        snprintf(name, sizeof name, "%s/%s", path, entry->d_name);
-        remove(name);
-    }
-    if (folder) closedir(folder);
-    rmdir(path);
-}
-
 /* Of one select in a row of them. */
 static double seconds_of_select(nj_ctx *ctx, const nj_desc *desc, int calls) {
     double seconds = 0;
@@ -921,7 +901,7 @@ static void measure_select(machine *m, const problem *p, int repeats, table *t) 
         nj_ctx *ctx;
         how.backend = nj_ctx_backend(m->ctx);
         how.cache_dir = folder;
-        scratch_open(folder, sizeof folder);
+        if (!scratch_open(folder, sizeof folder)) die(folder, strerror(errno));
         require(nj_ctx_create(&ctx, &how));
         cold[i] = seconds_of_select(ctx, &desc, 1);
         nj_ctx_destroy(ctx);

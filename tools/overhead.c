@@ -15,8 +15,8 @@
 #include "normjit.h"
 
 #include "../examples/gpu.h"
+#include "scratch.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <time.h>
 #include <unistd.h>
@@ -312,26 +312,6 @@ static void measure_runs(machine *m) {
 
 /* ---- select --------------------------------------------------------------------------------- */
 
-/* A folder of our own under TMPDIR or /tmp. */
-static void open_scratch(char *path, size_t size) {
-    const char *root = getenv("TMPDIR");
-    snprintf(path, size, "%s/normjit-overhead-XXXXXX", root && root[0] ? root : "/tmp");
-    if (!mkdtemp(path)) die(path, strerror(errno));
-}
-
-static void close_scratch(const char *path) {
-    DIR *folder = opendir(path);
-    struct dirent *entry;
-    while (folder && (entry = readdir(folder)) != NULL) {
-        char name[4096];
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
-        snprintf(name, sizeof name, "%s/%s", path, entry->d_name);
-        remove(name);
-    }
-    if (folder) closedir(folder);
-    rmdir(path);
-}
-
 /* Seconds of one select; of many in a row. */
 static double time_select(nj_ctx *ctx, const nj_desc *desc, int calls) {
     double seconds = 0;
@@ -361,7 +341,7 @@ static void measure_selects(machine *m) {
             char folder[1024];
             nj_ctx_desc how = m->how;
             nj_ctx *ctx;
-            open_scratch(folder, sizeof folder);
+            if (!scratch_open(folder, sizeof folder)) die(folder, strerror(errno));
             how.cache_dir = folder;
             require(nj_ctx_create(&ctx, &how));
             cold[turn] = time_select(ctx, &desc, 1);
@@ -370,7 +350,7 @@ static void measure_selects(machine *m) {
             disk[turn] = time_select(ctx, &desc, 1);
             memory[turn] = time_select(ctx, &desc, 64);
             nj_ctx_destroy(ctx);
-            close_scratch(folder);
+            scratch_close(folder);
         }
         print_name(m, workloads[i].name);
         print_number(m, 1e3 * median(cold, TURNS));

@@ -106,7 +106,8 @@ typedef struct nj_desc {
     uint32_t accumulate;  /* backward: those of grads that are added to, not overwritten */
 } nj_desc;
 
-/* How the geometry of a kernel is found: how many rows a block works on, how much it reads ahead. */
+/* How the geometry of a kernel is found: how many rows a block works on, how much it reads ahead.
+   */
 typedef enum nj_tune {
     NJ_TUNE_TABLE = 0, /* in the library's table */
     NJ_TUNE_MEASURE    /* the few best of the table are timed: see nj_tune_scratch_size */
@@ -169,7 +170,7 @@ typedef struct nj_sku {
     int32_t grads, accumulate;
     int32_t threads;      /* per block; 0 on the host */
     int32_t vector_bytes; /* width of one memory access of x */
-    int32_t candidate;    /* 0: the tuning table's geometry; else the other that was measured faster */
+    int32_t candidate;    /* 0: the tuning table's geometry; else another, measured to be faster */
     char kernel[48];
 } nj_sku;
 

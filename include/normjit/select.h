@@ -331,14 +331,14 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
     return *run > 1;
 }
 
-/* Tiles: most bytes of neighbouring rows that a warp reads of a column, elements that a thread has of
-   a tile, threads of a multiprocessor. Measured: ptx_src/DIARY.md. */
+/* Tiles: most bytes of neighbouring rows that a warp reads of a column, elements that a thread has
+   of a tile, threads of a multiprocessor. By counting registers and bytes under way; not measured. */
 #define NJI_TILE_RUN_BYTES 128
 #define NJI_TILE_THREAD_ELEMENTS 128
 #define NJI_TILE_RESIDENT 512
 
-/* Registers that a thread of the tiles kernels needs: parameters and their gradients for each column,
-   statistics and sums for each row, the rest. */
+/* Registers that a thread of the tiles kernels needs: parameters and their gradients for each
+   column, statistics and sums for each row, the rest. */
 static int nji_tile_registers(const nj_desc *desc, const nji_choice *choice) {
     int words = nji_accumulator_bytes(desc) / 4;
     int rest = words == 1 ? 0 : 16; /* pairs of registers leave gaps */
@@ -355,8 +355,8 @@ static int nji_tile_static_bytes(const nj_desc *desc, const nji_choice *choice) 
     return warps * tile * (slots * head + 4 * nji_accumulator_bytes(desc));
 }
 
-/* Fills in what follows from lanes, threads and stages. Returns how many tiles a multiprocessor then
-   has in shared memory; 0: the kernel would not fit. */
+/* Fills in what follows from lanes, threads and stages. Returns how many tiles a multiprocessor
+   then has in shared memory; 0: the kernel would not fit. */
 static int nji_fit_tiles(const nj_desc *desc, int64_t cols, int arch, nji_choice *choice) {
     int col_lanes = choice->threads / choice->lanes;
     int slots = choice->stages > 0 ? choice->stages : 1;
@@ -409,9 +409,9 @@ static int nji_block_rows(const nji_choice *choice) {
     return choice->threads / choice->lanes * choice->depth;
 }
 
-/* Blocks that walk over the rows at a time, in clusters. A cluster lies within a part of the device:
-   where these are no multiples of its size, some multiprocessors stay idle (30 clusters of 4 on 132
-   of them, 15 of 8). A cluster too many would run alone at the end. */
+/* Blocks that walk over the rows at a time, in clusters. A cluster lies within a part of the
+   device: where these are no multiples of its size, some multiprocessors stay idle (30 clusters of
+   4 on 132 of them, 15 of 8). A cluster too many would run alone at the end. */
 static int nji_resident_clusters(const nji_choice *choice, const nji_device_facts *facts) {
     int blocks = facts->multiprocessors * choice->blocks;
     if (choice->alone) return 1;
@@ -562,8 +562,8 @@ static nj_status nji_choose_loose(const nj_desc *desc, int64_t rows, int64_t col
     return nji_choose_parts(desc, rows, cols, facts, pref, choice, call);
 }
 
-/* Makes the nth variation of a choice that leaves the bits of rows alone. Returns 0 where it is none
-   or does not fit, -1 past the last. */
+/* Makes the nth variation of a choice that leaves the bits of rows alone. Returns 0 where it is
+   none or does not fit, -1 past the last. */
 static int nji_vary_rows(const nji_device_facts *facts, int nth, nji_choice *choice) {
     switch (nth) {
     case 0: choice->blocks *= 2; break;

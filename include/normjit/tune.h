@@ -1,5 +1,5 @@
-/* Measured selection: the candidates of a descriptor run on operands made up in the caller's scratch
-   memory, and the fastest is remembered. */
+/* Measured selection: the candidates of a descriptor run on operands made up in the caller's
+   scratch memory, and the fastest is remembered. */
 
 #define NJI_TUNE_CANDIDATES 4
 #define NJI_TUNE_ROUNDS 5    /* in each all candidates take their turn: a drifting clock hits all */
