@@ -1553,7 +1553,7 @@ static int nji_is_channels_first(const nj_desc *desc, int64_t *run) {
 }
 
 /* Tiles: most bytes of neighbouring rows that a warp reads of a column, elements that a thread has
-   of a tile, threads of a multiprocessor. By counting registers and bytes under way; not measured. */
+   of a tile, threads of a multiprocessor. From registers and bytes under way; not measured yet. */
 #define NJI_TILE_RUN_BYTES 128
 #define NJI_TILE_THREAD_ELEMENTS 128
 #define NJI_TILE_RESIDENT 512
